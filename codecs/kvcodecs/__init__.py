@@ -1,0 +1,1 @@
+"""Codecs of KV-cache streams: tensors to bytes and back, never files."""

@@ -1,0 +1,61 @@
+"""The errors of every package of the project.
+
+One base class and few kinds, so that a caller can act on each differently. A message says what
+is wrong, where (archive, session, layer, kind, block), and what to do about it.
+"""
+
+from __future__ import annotations
+
+
+class KvError(Exception):
+    """Base of all errors that this project raises on purpose."""
+
+
+class InvalidArgument(KvError, ValueError):
+    """The caller asked for something that cannot be done; nothing was changed."""
+
+
+class Unsupported(KvError):
+    """The data needs a newer release or a codec that this one does not know."""
+
+
+class Truncated(KvError):
+    """Stored bytes end before they should."""
+
+
+class Corrupt(KvError):
+    """Stored bytes are not what was written, or are in the wrong place."""
+
+
+class IdentityMismatch(KvError):
+    """Stored KV belongs to another model, revision, RoPE, geometry, dtype, layout, shard or salt.
+
+    Attributes
+    ----------
+    field
+        Dotted name of the first field that differs, for example ``"rope.inv_freq"``.
+    expected, found
+        The two values.
+    """
+
+    def __init__(self, message: str, *, field: str, expected: object, found: object) -> None:
+        super().__init__(message)
+        self.field = field
+        self.expected = expected
+        self.found = found
+
+
+class NotFound(KvError):
+    """No such archive, session, layer, kind or block."""
+
+
+class Locked(KvError):
+    """Another writer holds the lock or lease, and the time-out ran out."""
+
+
+class Full(KvError):
+    """No room is left in the archive's map or on the disk; what was committed is unharmed."""
+
+
+class Closed(KvError):
+    """The archive or session was closed, or belongs to a process before a fork."""

@@ -1,0 +1,91 @@
+"""What a stream is, before any codec: its kind, geometry and rotary embedding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from .errors import InvalidArgument
+from .rope import Rope
+
+Kind = Literal["k", "v"]
+KState = Literal["pre", "post"]
+F32 = npt.NDArray[np.float32]
+
+KIND_CODES: dict[Kind, int] = {"k": 0, "v": 1}
+KINDS: tuple[Kind, ...] = ("k", "v")
+
+#: Output and input dtypes by name. float64 is accepted as input and narrowed to float32.
+FLOAT_DTYPES: dict[str, np.dtype[Any]] = {
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+}
+
+#: Bounds of what a header may claim, checked before anything is allocated.
+MAX_HEADS = 1 << 16
+MAX_HEAD_DIM = 1 << 16
+MAX_CHANNELS = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class StreamSpec:
+    """Geometry of one stream: ``[heads][tokens][head_dim]``.
+
+    Attributes
+    ----------
+    kind
+        ``"k"`` or ``"v"``.
+    heads, head_dim
+        KV heads and channels per head; ``head_dim`` is even.
+    rope
+        Rotary embedding of a K stream; None for V and for models without one.
+
+    Raises
+    ------
+    InvalidArgument
+        Unknown kind, a size that is zero, odd or too large, or RoPE on V or wider than a head.
+    """
+
+    kind: Kind
+    heads: int
+    head_dim: int
+    rope: Rope | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise InvalidArgument(f"stream kind {self.kind!r}: use 'k' or 'v'")
+        if not 1 <= self.heads <= MAX_HEADS:
+            raise InvalidArgument(f"heads {self.heads}: must be 1 to {MAX_HEADS}")
+        if not 2 <= self.head_dim <= MAX_HEAD_DIM or self.head_dim % 2:
+            raise InvalidArgument(
+                f"head_dim {self.head_dim}: must be even and 2 to {MAX_HEAD_DIM}; pad odd heads"
+            )
+        if self.heads * self.head_dim > MAX_CHANNELS:
+            raise InvalidArgument(f"{self.heads} x {self.head_dim} channels: at most {MAX_CHANNELS}")
+        if self.rope is not None:
+            if self.kind == "v":
+                raise InvalidArgument("a V stream has no RoPE")
+            if self.rope.rotary_dim > self.head_dim:
+                raise InvalidArgument(
+                    f"RoPE rotates {self.rope.rotary_dim} channels, head_dim is {self.head_dim}"
+                )
+
+    @property
+    def channels(self) -> int:
+        return self.heads * self.head_dim
+
+    def n_values(self, n_tokens: int) -> int:
+        return self.channels * n_tokens
+
+
+def float_dtype(name: str | np.dtype[Any] | type) -> np.dtype[Any]:
+    """The float32, float16 or bfloat16 dtype called `name`, else `InvalidArgument`."""
+    key = name if isinstance(name, str) else np.dtype(name).name
+    if key not in FLOAT_DTYPES:
+        raise InvalidArgument(f"dtype {key!r}: use float32, float16 or bfloat16")
+    return FLOAT_DTYPES[key]

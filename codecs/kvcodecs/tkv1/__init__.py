@@ -1,0 +1,1 @@
+"""The TKV1 codec."""
