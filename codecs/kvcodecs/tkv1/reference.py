@@ -1,0 +1,529 @@
+"""A slow and readable TKV1 lane layout, section by section as FORMAT.md 6 and 8.1.
+
+The oracle of the tests: the C++ in `kvcodecs._core` must give the same bytes and the same
+values. It shares no code with it, nor with `params.py`. Nothing else imports it.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib import resources
+
+import numpy as np
+
+from ..errors import Corrupt, InvalidArgument, KvError, Truncated, Unsupported
+from ..spec import F32, Kind
+
+# --- Section 1: integers ------------------------------------------------------------------
+
+
+def put_varint(out: bytearray, value: int) -> None:
+    """Append an unsigned LEB128."""
+    while value >= 0x80:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+
+
+def zigzag(value: int) -> int:
+    """Map 0, -1, 1, -2, 2 ... to 0, 1, 2, 3, 4 ..."""
+    return 2 * value if value >= 0 else -2 * value - 1
+
+
+class Reader:
+    """Reads fields from bytes, front to back."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        self.at = 0
+
+    def take(self, n: int) -> bytes:
+        if n > len(self.data) - self.at:
+            raise Truncated(f"{n} bytes wanted at {self.at} of {len(self.data)}")
+        self.at += n
+        return self.data[self.at - n : self.at]
+
+    def u8(self) -> int:
+        return self.take(1)[0]
+
+    def f64(self) -> float:
+        value: float = struct.unpack("<d", self.take(8))[0]
+        return value
+
+    def varint(self) -> int:
+        value = 0
+        for shift in range(0, 70, 7):
+            byte = self.u8()
+            value |= (byte & 0x7F) << shift
+            if byte < 0x80:
+                break
+        else:
+            raise Corrupt("varint of more than 10 bytes")
+        if value >= 1 << 64:
+            raise Corrupt("varint of more than 64 bits")
+        return value
+
+    def svarint(self) -> int:
+        value = self.varint()
+        return -(value >> 1) - 1 if value & 1 else value >> 1
+
+
+def round_away(x: float) -> int:
+    """Round to the nearest integer, halves away from zero."""
+    whole = math.trunc(x)
+    return whole + int(math.copysign(1, x)) if abs(x - whole) >= 0.5 else whole
+
+
+# --- Section 6.1: bit models --------------------------------------------------------------
+
+FAST_SHIFT, SLOW_SHIFT = 4, 7
+ONE = 1 << 16
+P_MIN = 32
+HALF = ONE // 2
+
+
+class Models:
+    """The adaptive bit models of one lane, each a fast and a slow estimate of P(1)."""
+
+    def __init__(self) -> None:
+        self.fast = [word & 0xFFFF for word in prior_table()]
+        self.slow = [word >> 16 for word in prior_table()]
+
+    def p(self, i: int) -> int:
+        return min(max((self.fast[i] + self.slow[i]) >> 1, P_MIN), ONE - P_MIN)
+
+    def update(self, i: int, bit: int) -> None:
+        for estimate, shift in ((self.fast, FAST_SHIFT), (self.slow, SLOW_SHIFT)):
+            if bit:
+                estimate[i] += (ONE - estimate[i]) >> shift
+            else:
+                estimate[i] -= estimate[i] >> shift
+
+
+# --- Section 6.2: range coder -------------------------------------------------------------
+
+TOP = 1 << 24
+WORD = 0xFFFFFFFF
+
+
+class RangeEncoder:
+    """Carry-propagating range encoder; `low` holds its carry in bit 32."""
+
+    def __init__(self) -> None:
+        self.low, self.range = 0, WORD
+        self.cache, self.pending = 0, 1
+        self.out = bytearray()
+
+    def encode(self, bit: int, p: int) -> None:
+        bound = (self.range >> 16) * p
+        if bit:
+            self.range = bound
+        else:
+            self.low += bound
+            self.range -= bound
+        while self.range < TOP:
+            self.range <<= 8
+            self._shift_low()
+
+    def _shift_low(self) -> None:
+        if self.low < 0xFF000000 or self.low > WORD:
+            carry = self.low >> 32
+            self.out.append(self.cache + carry & 0xFF)
+            self.out += bytes([0xFF + carry & 0xFF]) * (self.pending - 1)
+            self.cache, self.pending = self.low >> 24 & 0xFF, 0
+        self.pending += 1
+        self.low = (self.low & 0x00FFFFFF) << 8
+
+    def finish(self) -> bytes:
+        for _ in range(5):
+            self._shift_low()
+        return bytes(self.out[1:]).rstrip(b"\0")
+
+
+class RangeDecoder:
+    """The counterpart; past the end of its bytes it reads zeros."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data, self.at = data, 4
+        self.range = WORD
+        self.code = int.from_bytes(data[:4].ljust(4, b"\0"), "big")
+
+    def decode(self, p: int) -> int:
+        bound = (self.range >> 16) * p
+        bit = int(self.code < bound)
+        if bit:
+            self.range = bound
+        else:
+            self.code -= bound
+            self.range -= bound
+        while self.range < TOP:
+            self.range <<= 8
+            byte = self.data[self.at] if self.at < len(self.data) else 0
+            self.code = (self.code << 8 | byte) & WORD
+            self.at += 1
+        return bit
+
+
+# --- Section 6.3: contexts and their prior ------------------------------------------------
+
+N_CLASSES, N_ACTIVITIES = 48, 3
+N_UNARY = N_MANTISSA = 24
+ZERO, UNARY, MANTISSA = 0, 1, 1 + N_UNARY
+CONTEXT_MODELS = 1 + N_UNARY + N_MANTISSA
+
+
+@cache
+def prior_table() -> tuple[int, ...]:
+    """Return the frozen words ``fast | slow << 16`` of every model of every context."""
+    raw = resources.files(__package__).joinpath("prior_table.u32").read_bytes()
+    return struct.unpack(f"<{N_CLASSES * N_ACTIVITIES * CONTEXT_MODELS}I", raw)
+
+
+def first_model(klass: int, activity: int) -> int:
+    """Return the index of a context's first model."""
+    return (klass * N_ACTIVITIES + activity) * CONTEXT_MODELS
+
+
+# --- Section 6.4: symbols -----------------------------------------------------------------
+
+MAX_BITS = 24
+
+
+def put_symbol(coder: RangeEncoder, models: Models, context: int, q: int) -> None:
+    """Encode the residual `q`."""
+
+    def modelled(bit: int, i: int) -> None:
+        coder.encode(bit, models.p(i))
+        models.update(i, bit)
+
+    modelled(int(q == 0), context + ZERO)
+    if q == 0:
+        return
+    coder.encode(int(q < 0), HALF)
+    k = abs(q).bit_length() - 1
+    if k >= MAX_BITS:
+        raise InvalidArgument(f"residual {q} has more than {MAX_BITS} bits")
+    for i in range(k):
+        modelled(1, context + UNARY + i)
+    modelled(0, context + UNARY + k)
+    for i in reversed(range(k)):
+        bit = abs(q) >> i & 1
+        if i == k - 1:
+            modelled(bit, context + MANTISSA + k)
+        else:
+            coder.encode(bit, HALF)
+
+
+def get_symbol(coder: RangeDecoder, models: Models, context: int) -> int:
+    """Decode one residual."""
+
+    def modelled(i: int) -> int:
+        bit = coder.decode(models.p(i))
+        models.update(i, bit)
+        return bit
+
+    if modelled(context + ZERO):
+        return 0
+    negative = coder.decode(HALF)
+    k = 0
+    while modelled(context + UNARY + k):
+        k += 1
+        if k == MAX_BITS:
+            raise Corrupt(f"a residual of more than {MAX_BITS} bits")
+    w = 1
+    for i in reversed(range(k)):
+        w = w << 1 | (modelled(context + MANTISSA + k) if i == k - 1 else coder.decode(HALF))
+    return -w if negative else w
+
+
+# --- Section 6.5: prediction and reconstruction -------------------------------------------
+
+VALUE_LIMIT = 1 << 24
+
+
+@dataclass(frozen=True)
+class Params:
+    """What a lane decoder must know; `mu`, `rho`, `classes` have one entry per channel."""
+
+    kind: Kind
+    heads: int
+    head_dim: int
+    step: float
+    sink: int = 4
+    sink_div: int = 16
+    ar: bool = True
+    lane_channels: int = 0
+    mu: tuple[int, ...] = ()
+    rho: tuple[int, ...] = ()
+    classes: tuple[int, ...] = ()
+
+    @property
+    def unit(self) -> np.float32:
+        return np.float32(self.step / self.sink_div)
+
+    @property
+    def lane_width(self) -> int:
+        return self.lane_channels or self.head_dim
+
+    @property
+    def n_groups(self) -> int:
+        return self.head_dim // self.lane_width
+
+    def lane_channel(self, group: int, i: int) -> int:
+        """Return the channel of its head that lane-local channel `i` of `group` is."""
+        pairs = self.lane_width // 2
+        if i < pairs:
+            return group * pairs + i
+        return self.head_dim // 2 + group * pairs + i - pairs
+
+
+def code_lane(
+    params: Params,
+    head: int,
+    group: int,
+    first_token: int,
+    n_tokens: int,
+    symbol: Callable[[int, int, int, int, int], int],
+    refuse: type[KvError],
+) -> list[list[int]]:
+    """Run the closed loop that encoder and decoder share.
+
+    `symbol` gets (token, channel, context, prediction, token step) and gives the residual.
+    A value of 2^24 units or more is refused. Returns the reconstructed values, [token][lane-local channel], in units.
+    """
+    width = params.lane_width
+    channels = [params.lane_channel(group, i) for i in range(width)]
+    prev, activity = [0] * width, [0] * width
+    rows: list[list[int]] = []
+    for t in range(n_tokens):
+        token_step = 1 if first_token + t < params.sink else params.sink_div
+        for i, channel in enumerate(channels):
+            j = head * params.head_dim + channel
+            pred = params.mu[j]
+            if t > 0:
+                pred += params.rho[j] * (prev[i] - params.mu[j]) >> 4
+            context = first_model(params.classes[j], activity[i])
+            q = symbol(t, channel, context, pred, token_step)
+            value = pred + q * token_step
+            if abs(value) >= VALUE_LIMIT:
+                raise refuse(f"value {value} at token {first_token + t}, channel {channel}")
+            prev[i], activity[i] = value, min(abs(q), 2)
+        rows.append(prev.copy())
+    return rows
+
+
+def encode_lane(params: Params, head: int, group: int, y: F32, first_token: int) -> bytes:
+    """Encode one lane of a block `y` ``[heads][n][head_dim]``."""
+    coder, models, unit = RangeEncoder(), Models(), float(params.unit)
+
+    def symbol(t: int, channel: int, context: int, pred: int, token_step: int) -> int:
+        q = round_away((float(y[head, t, channel]) / unit - pred) / token_step)
+        put_symbol(coder, models, context, q)
+        return q
+
+    code_lane(params, head, group, first_token, y.shape[1], symbol, InvalidArgument)
+    return coder.finish()
+
+
+def decode_lane(
+    params: Params, head: int, group: int, data: bytes, first_token: int, n_tokens: int
+) -> list[list[int]]:
+    """Decode one lane to [token][lane-local channel], in units."""
+    coder, models = RangeDecoder(data), Models()
+
+    def symbol(_t: int, _channel: int, context: int, _pred: int, _token_step: int) -> int:
+        return get_symbol(coder, models, context)
+
+    return code_lane(params, head, group, first_token, n_tokens, symbol, Corrupt)
+
+
+# --- Section 6.6: lanes of a block --------------------------------------------------------
+
+
+def encode_block(params: Params, y: F32, first_token: int) -> bytes:
+    """Return a block's payload: every lane behind its length, (head, group) order."""
+    out = bytearray()
+    for head in range(params.heads):
+        for group in range(params.n_groups):
+            lane = encode_lane(params, head, group, y, first_token)
+            put_varint(out, len(lane))
+            out += lane
+    return bytes(out)
+
+
+def decode_block(params: Params, payload: bytes, first_token: int, n_tokens: int) -> F32:
+    """Return the float32 values ``[heads][n_tokens][head_dim]`` of a payload."""
+    out = np.empty((params.heads, n_tokens, params.head_dim), np.float32)
+    reader = Reader(payload)
+    for head in range(params.heads):
+        for group in range(params.n_groups):
+            lane = reader.take(reader.varint())
+            rows = decode_lane(params, head, group, lane, first_token, n_tokens)
+            columns = [params.lane_channel(group, i) for i in range(params.lane_width)]
+            out[head][:, columns] = np.array(rows, np.float32) * params.unit
+    if reader.at != len(payload):
+        raise Corrupt(f"{len(payload) - reader.at} bytes after the last lane")
+    return out
+
+
+# --- Section 6.7: statistics --------------------------------------------------------------
+
+
+def fit(params: Params, y: F32) -> Params:
+    """Return `params` with the statistics of the prefill `y` ``[heads][n][head_dim]``.
+
+    All sums are float64 and run token by token.
+    """
+    heads, n, head_dim = y.shape
+    rows = y.astype(np.float64).transpose(1, 0, 2).reshape(n, heads * head_dim)
+    mean = np.zeros(heads * head_dim)
+    for row in rows:
+        mean += row
+    mean /= n
+    c0, c1 = np.zeros_like(mean), np.zeros_like(mean)
+    before = None
+    for row in rows:
+        r = row - mean
+        c0 += r * r
+        if before is not None:
+            c1 += r * before
+        before = r
+    rho, var = [], []
+    for zero, one in zip(c0.tolist(), c1.tolist(), strict=True):
+        a = one / zero if params.ar and zero > 0.0 else 0.0
+        rho.append(min(max(round_away(16.0 * a), 0), 15))
+        var.append(zero / n * max(1.0 - (rho[-1] / 16.0) ** 2, 0.05))
+    classes = []
+    for j in range(heads * head_dim):
+        v = var[j]
+        if params.kind == "k":
+            pair = j - j % head_dim + (j + head_dim // 2) % head_dim
+            v = 0.5 * (v + var[pair])
+        spread = math.log2(max(math.sqrt(v) / params.step, 1e-9))
+        classes.append(min(max(round_away(4.0 * spread) + 8, 0), N_CLASSES - 1))
+    mu = tuple(round_away(m / float(params.unit)) for m in mean.tolist())
+    return replace(params, mu=mu, rho=tuple(rho), classes=tuple(classes))
+
+
+# --- Section 8.1: the TKV1 file, lane layout ----------------------------------------------
+
+
+@dataclass(frozen=True)
+class File:
+    """A parsed TKV1 file: parameters and the payload of every block."""
+
+    params: Params
+    theta: float
+    pre_rope: bool
+    block_tokens: int
+    n_tokens: int
+    payloads: tuple[bytes, ...]
+
+    def span(self, block: int) -> tuple[int, int]:
+        """Return the first token and the number of tokens of a block."""
+        first = block * self.block_tokens
+        return first, min(self.block_tokens, self.n_tokens - first)
+
+    def decode(self) -> F32:
+        """Return all values, ``[heads][n_tokens][head_dim]`` float32."""
+        blocks = [
+            decode_block(self.params, payload, *self.span(i))
+            for i, payload in enumerate(self.payloads)
+        ]
+        empty = np.empty((self.params.heads, 0, self.params.head_dim), np.float32)
+        return np.concatenate([empty, *blocks], axis=1)
+
+
+def encode_file(
+    params: Params,
+    x: F32,
+    *,
+    block_tokens: int,
+    prefill: int | None = None,
+    theta: float = 1e5,
+    pre_rope: bool = False,
+) -> bytes:
+    """Return the lane-layout file of `x`, statistics from its first `prefill` tokens."""
+    params = fit(params, x[:, :prefill])
+    n = x.shape[1]
+    payloads = [
+        encode_block(params, x[:, at : at + block_tokens], at) for at in range(0, n, block_tokens)
+    ]
+    return pack_file(File(params, theta, pre_rope, block_tokens, n, tuple(payloads)))
+
+
+def pack_file(file: File) -> bytes:
+    """Return the bytes of a lane-layout file."""
+    p = file.params
+    split = p.n_groups > 1
+    flags = (p.kind == "v") | file.pre_rope << 1 | p.ar << 2 | 1 << 3 | split << 4
+    out = bytearray(b"TKV1")
+    out.append(flags)
+    put_varint(out, p.heads)
+    put_varint(out, p.head_dim)
+    out += struct.pack("<dd", file.theta, p.step)
+    for value in (p.sink, p.sink_div, file.block_tokens, file.n_tokens):
+        put_varint(out, value)
+    if split:
+        put_varint(out, p.lane_width)
+    for mu, rho, klass in zip(p.mu, p.rho, p.classes, strict=True):
+        put_varint(out, zigzag(mu))
+        out += bytes([klass, rho] if p.ar else [klass | 0x80])
+    return bytes(out) + b"".join(file.payloads)
+
+
+def parse_file(data: bytes) -> File:
+    """Read a lane-layout file; nothing is decoded yet."""
+    r = Reader(data)
+    if r.take(4) != b"TKV1":
+        raise Corrupt("not a TKV1 file")
+    flags = r.u8()
+    if flags & 0xE0 or not flags & 0x08:
+        raise Unsupported(f"flags {flags:#04x}")
+    ar = bool(flags & 0x04)
+    heads, head_dim = r.varint(), r.varint()
+    theta, step = r.f64(), r.f64()
+    sink, sink_div, block_tokens, n_tokens = r.varint(), r.varint(), r.varint(), r.varint()
+    lane_channels = r.varint() if flags & 0x10 else 0
+    if head_dim < 2 or head_dim % 2 or 0 in (heads, sink_div, block_tokens):
+        raise Corrupt("bad header")
+    if lane_channels % 2 or (lane_channels and head_dim % lane_channels):
+        raise Corrupt("bad lane width")
+    mu, rho, classes = [], [], []
+    for _ in range(heads * head_dim):
+        mu.append(r.svarint())
+        classes.append(r.u8() & 0x7F)
+        rho.append(min(r.u8(), 15) if ar else 0)
+    if any(abs(m) >= VALUE_LIMIT for m in mu) or any(c >= N_CLASSES for c in classes):
+        raise Corrupt("mean or class out of range")
+    params = Params(
+        kind="v" if flags & 0x01 else "k",
+        heads=heads,
+        head_dim=head_dim,
+        step=step,
+        sink=sink,
+        sink_div=sink_div,
+        ar=ar,
+        lane_channels=lane_channels,
+        mu=tuple(mu),
+        rho=tuple(rho),
+        classes=tuple(classes),
+    )
+    payloads = []
+    for _ in range(-(-n_tokens // block_tokens)):
+        start = r.at
+        _skip_lanes(r, heads * params.n_groups)
+        payloads.append(data[start : r.at])
+    if r.at != len(data):
+        raise Corrupt(f"{len(data) - r.at} bytes after the last block")
+    pre_rope = bool(flags & 0x02)
+    return File(params, theta, pre_rope, block_tokens, n_tokens, tuple(payloads))
+
+
+def _skip_lanes(reader: Reader, n_lanes: int) -> None:
+    for _ in range(n_lanes):
+        reader.take(reader.varint())
