@@ -1,0 +1,7 @@
+"""`python -m kvtools` is the `kvstore` command."""
+
+import sys
+
+from kvtools.cli import main
+
+sys.exit(main())

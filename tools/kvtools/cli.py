@@ -1,0 +1,321 @@
+"""The `kvstore` command: its arguments, and how it ends.
+
+Exit codes: 0 done, 1 an error (one line on stderr) or a failed check, 2 wrong usage, 130
+interrupted. The commands live in their own modules and are imported when they run, so that
+`kvstore -h` stays fast.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import math
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from types import FrameType
+
+DESCRIPTION = """\
+Keep attention KV caches in compressed archives.
+
+An archive holds many sessions; a session is the K and V of one token sequence. Any token range
+is read back within a stated error by decoding only the blocks that cover it.
+"""
+
+EPILOG = """\
+kvstore COMMAND -h explains a command and gives an example.
+"""
+
+
+def token_range(text: str) -> tuple[int, int | None]:
+    """Parse ``a:b`` (either may be left out) into start and stop."""
+    start, colon, stop = text.partition(":")
+    try:
+        first = int(start) if start else 0
+        last = int(stop) if stop else None
+    except ValueError:
+        colon = ""
+    if not colon or first < 0 or (last is not None and last < first):
+        raise argparse.ArgumentTypeError(f"{text!r} is no token range a:b with 0 <= a <= b")
+    return first, last
+
+
+def layer_list(text: str) -> list[int]:
+    """Parse ``0,3,5-7`` into [0, 3, 5, 6, 7]."""
+    layers: list[int] = []
+    try:
+        for part in text.split(","):
+            first, dash, last = part.partition("-")
+            span = range(int(first), (int(last) if dash else int(first)) + 1)
+            if not span:
+                raise ValueError
+            layers.extend(span)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of layers like 0,3,5-7") from None
+    if len(set(layers)) != len(layers):
+        raise argparse.ArgumentTypeError(f"{text!r} names a layer twice")
+    return layers
+
+
+def positive_float(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
+    return value
+
+
+def positive_int(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive whole number")
+    return int(text)
+
+
+def count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of 0 or more")
+    return int(text)
+
+
+def block_size(text: str) -> int | str:
+    return text if text == "auto" else positive_int(text)
+
+
+def _add_codec(parser: argparse.ArgumentParser) -> None:
+    codec = parser.add_argument_group("codec")
+    codec.add_argument(
+        "--codec", choices=("tkv1", "raw"), default="tkv1", help="raw is bit exact (default: tkv1)"
+    )
+    policy = codec.add_mutually_exclusive_group()
+    for flag, metavar, text in (
+        ("--rel-step", "R", "quantiser step as a multiple of each stream's RMS (default: 0.25)"),
+        ("--step", "S", "quantiser step; the error is at most half of it"),
+        ("--max-error", "E", "largest absolute error"),
+        ("--rmse", "E", "root mean square error to aim at"),
+        ("--bpv", "BITS", "bits per value to aim at"),
+    ):
+        policy.add_argument(flag, type=positive_float, metavar=metavar, help=text)
+    codec.add_argument(
+        "--sink", type=count, metavar="N", help="first N tokens are coded finer (default: 4)"
+    )
+    codec.add_argument(
+        "--sink-div", type=positive_int, metavar="D", help="how many times finer (default: 16)"
+    )
+
+
+def _add_pack(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("input", metavar="INPUT", help="safetensors file, F16, BF16 or F32")
+    parser.add_argument("archive", metavar="ARCHIVE", help="archive, created if missing")
+    parser.add_argument("--session", metavar="NAME", help="session name (default: INPUT's stem)")
+    parser.add_argument(
+        "--replace", action="store_true", help="replace the session if the archive has it"
+    )
+    parser.add_argument(
+        "--block-tokens", type=block_size, default="auto", metavar="N", help="(default: auto)"
+    )
+    _add_codec(parser)
+    keys = parser.add_argument_group("keys and RoPE")
+    keys.add_argument(
+        "--k-state",
+        choices=("pre", "post"),
+        help="K before or after RoPE (default: pre for tensors k_pre, post for k)",
+    )
+    source = keys.add_mutually_exclusive_group()
+    source.add_argument(
+        "--inv-freq", metavar="JSON", help="RoPE frequencies: a JSON list, or a file that holds one"
+    )
+    source.add_argument(
+        "--rope-theta", type=positive_float, metavar="T", help="RoPE frequencies from a base"
+    )
+    keys.add_argument(
+        "--rotary-dim", type=positive_int, metavar="N", help="with --rope-theta (default: head_dim)"
+    )
+    keys.add_argument("--rope-style", choices=("half", "interleaved"), help="pairs (default: half)")
+    keys.add_argument(
+        "--rope-scaling", type=positive_float, metavar="G", help="attention scaling (default: 1)"
+    )
+    model = parser.add_argument_group("model")
+    model.add_argument("--model-name", metavar="NAME", help="kept as the session's identity")
+    model.add_argument("--revision", metavar="REV", help="kept as the session's identity")
+    model.add_argument(
+        "--no-v", action="store_true", help="the input has no V (multi-head latent attention)"
+    )
+
+
+def _add_unpack(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("archive", metavar="ARCHIVE")
+    parser.add_argument("output", metavar="OUT.safetensors")
+    parser.add_argument("--session", metavar="NAME", help="(default: the only one)")
+    parser.add_argument(
+        "--range", type=token_range, default=(0, None), metavar="A:B", help="tokens (default: all)"
+    )
+    parser.add_argument(
+        "--layers",
+        type=layer_list,
+        metavar="LIST",
+        help="such as 0,3,5-7, counted from 0 in the archive (default: all)",
+    )
+    parser.add_argument(
+        "--k-state", choices=("pre", "post"), default="pre", help="(default: pre, as tensor k_pre)"
+    )
+    parser.add_argument(
+        "--dtype", choices=("float16", "bfloat16", "float32"), help="(default: the session's)"
+    )
+    parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
+
+
+def _add_ls(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("archive", metavar="ARCHIVE")
+
+
+def _add_info(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("archive", metavar="ARCHIVE")
+    parser.add_argument("--session", metavar="NAME", help="(default: all)")
+    parser.add_argument("--layers", action="store_true", help="one line per layer and kind")
+
+
+def _add_verify(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("archive", metavar="ARCHIVE")
+    parser.add_argument("--decode", action="store_true", help="decode every block as well")
+
+
+def _add_rm(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("archive", metavar="ARCHIVE")
+    parser.add_argument("session", metavar="SESSION", nargs="+")
+
+
+def _add_demo(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--keep", metavar="DIR", help="keep the archive in this folder")
+
+
+def _add_bench(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--data", metavar="FILE", help="(default: the packaged sample)")
+    _add_codec(parser)
+    parser.add_argument("--reps", type=positive_int, default=5, metavar="N", help="(default: 5)")
+    parser.add_argument("--only", metavar="GROUPS", help="such as codec,range (default: all)")
+    parser.add_argument("--csv", metavar="FILE", help="write the rows here as well")
+    parser.add_argument(
+        "--memory-mb", type=positive_int, default=64, metavar="MB",
+        help="size of the input of the memory group (default: 64)",
+    )  # fmt: skip
+
+
+# name: (module, what it does, arguments, example)
+_Command = tuple[str, str, Callable[[argparse.ArgumentParser], None], str]
+COMMANDS: dict[str, _Command] = {
+    "pack": (
+        "pack",
+        "Pack a safetensors file of K and V into an archive, in constant memory.",
+        _add_pack,
+        "kvstore pack chat.safetensors chats.kv --session alice/42 --rel-step 0.25",
+    ),
+    "unpack": (
+        "unpack",
+        "Write a session, or some tokens or layers of it, to a safetensors file.",
+        _add_unpack,
+        "kvstore unpack chats.kv out.safetensors --session alice/42 --range 1000:1200",
+    ),
+    "ls": ("listing", "List the sessions of an archive.", _add_ls, "kvstore ls chats.kv"),
+    "info": (
+        "listing",
+        "Show identity, geometry, size and recorded error, without decoding.",
+        _add_info,
+        "kvstore info chats.kv --session alice/42 --layers",
+    ),
+    "verify": (
+        "listing",
+        "Read every frame and record and check it; exit 1 if anything is wrong.",
+        _add_verify,
+        "kvstore verify chats.kv --decode",
+    ),
+    "rm": ("listing", "Delete sessions.", _add_rm, "kvstore rm chats.kv alice/42"),
+    "demo": (
+        "demo",
+        "Do the whole job on packaged real data in two processes, and check the result.",
+        _add_demo,
+        "kvstore demo",
+    ),
+    "bench": (
+        "bench",
+        "Measure size, speed, memory and start-up, after checking that results are equal.",
+        _add_bench,
+        "kvstore bench --data kv.safetensors --only codec --csv bench.csv",
+    ),
+}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the whole command line."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        prog="kvstore", description=DESCRIPTION, epilog=EPILOG, formatter_class=raw
+    )
+    parser.add_argument("--version", action="store_true", help="show the version and exit")
+    commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
+    for name, (module, text, add_arguments, example) in COMMANDS.items():
+        command = commands.add_parser(
+            name, help=text, description=text, epilog=f"example:\n  {example}", formatter_class=raw
+        )
+        add_arguments(command)
+        command.add_argument("--json", action="store_true", help="machine-readable result")
+        command.add_argument("--quiet", action="store_true", help="no progress, no notes")
+        command.set_defaults(module=module, parser=command)
+    return parser
+
+
+def _version() -> str:
+    from importlib.metadata import version
+
+    return f"kvstore {version('kvstore')}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (default: the process's) and return the exit code.
+
+    Wrong usage and ``-h`` leave by `SystemExit`, as argparse does.
+    """
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    if args.version:
+        print(_version())
+        return 0
+    if args.command is None:
+        parser.error("a command is needed")
+
+    from kvcodecs.errors import KvError
+
+    def terminate(number: int, frame: FrameType | None) -> None:
+        sys.exit(128 + number)  # unwinds, so that half-written files are removed
+
+    before = None
+    with contextlib.suppress(ValueError):  # not the main thread
+        before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        module = importlib.import_module(f"kvtools.{args.module}")
+        code: int = getattr(module, f"run_{args.command}")(args)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # The reader of our output left; keep the interpreter from complaining at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except (KvError, OSError) as error:
+        print(f"kvstore: error: {_one_line(error)}", file=sys.stderr)
+        return 1
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
+
+
+def _one_line(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    else:
+        text = str(error) or type(error).__name__
+    return " ".join(text.split())

@@ -1,0 +1,391 @@
+"""Read and write safetensors files in constant memory.
+
+The reader uses plain reads, not a memory map: mapped pages count as resident memory, and `pack`
+promises a fixed amount of it for inputs of any size. The whole header is validated before the
+first tensor is touched. The writer fills a temporary file beside its target, which appears under
+its name complete or not at all.
+
+Container: 8 bytes little-endian header length, a JSON object of that length that maps tensor names
+to dtype, shape and data offsets, then the tensors' bytes without holes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+import mmap
+import os
+import secrets
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+from kvcodecs.errors import Corrupt, InvalidArgument, NotFound, Truncated, Unsupported
+
+AnyArray = npt.NDArray[Any]
+
+MAX_HEADER_BYTES = 100_000_000
+
+# Bits per element of every dtype the container knows; only those of NUMPY_DTYPES can be read here.
+DTYPE_BITS = {
+    "BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32, "U64": 64, "I64": 64,
+    "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8,
+    "F16": 16, "BF16": 16, "F32": 32, "F64": 64, "C64": 64,
+}  # fmt: skip
+
+NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F32": np.dtype("<f4"),
+    "F64": np.dtype("<f8"),
+    "U8": np.dtype("u1"),
+    "U16": np.dtype("<u2"),
+    "U32": np.dtype("<u4"),
+    "U64": np.dtype("<u8"),
+    "I8": np.dtype("i1"),
+    "I16": np.dtype("<i2"),
+    "I32": np.dtype("<i4"),
+    "I64": np.dtype("<i8"),
+}
+
+
+def dtype_name(dtype: npt.DTypeLike) -> str:
+    """Name of a numpy dtype in a safetensors header, such as ``"BF16"``."""
+    wanted = np.dtype(dtype)
+    for name, candidate in NUMPY_DTYPES.items():
+        if candidate == wanted:
+            return name
+    raise InvalidArgument(f"dtype {wanted} cannot be written to a safetensors file")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One tensor of a file; `start` and `stop` are absolute byte offsets."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"key {twice!r} appears twice")
+    return result
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _parse_entry(where: str, name: str, entry: object, data_start: int) -> TensorInfo:
+    here = f"{where}: tensor {name!r}"
+    if not isinstance(entry, dict):
+        raise Corrupt(f"{here}: description is not an object")
+    if set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise Corrupt(f"{here}: fields {sorted(entry)}, expected dtype, shape and data_offsets")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str):
+        raise Corrupt(f"{here}: dtype is not a string")
+    if not isinstance(shape, list) or not all(_is_count(n) for n in shape):
+        raise Corrupt(f"{here}: shape is not a list of sizes")
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_count(n) for n in offsets):
+        raise Corrupt(f"{here}: data_offsets is not a pair of offsets")
+    begin, end = offsets
+    if end < begin:
+        raise Corrupt(f"{here}: data_offsets {offsets} run backwards")
+    bits = DTYPE_BITS.get(dtype)  # an unknown dtype is refused when the tensor is asked for
+    if bits is not None and math.prod(shape) * bits != (end - begin) * 8:
+        raise Corrupt(f"{here}: {dtype} {shape} does not fill its {end - begin} bytes")
+    return TensorInfo(name, dtype, tuple(shape), data_start + begin, data_start + end)
+
+
+def parse_header(
+    text: bytes, *, data_start: int, file_bytes: int, where: str
+) -> tuple[dict[str, TensorInfo], dict[str, str]]:
+    """Validate a header and return its tensors and its ``__metadata__``.
+
+    Raises
+    ------
+    Truncated
+        The tensors need more bytes than the file has.
+    Corrupt
+        Not JSON, a duplicate key, a malformed entry, a size that does not match its shape, or
+        tensors that overlap or leave holes.
+    """
+    try:
+        header = json.loads(text.decode("utf-8"), object_pairs_hook=_unique_keys)
+    except (ValueError, RecursionError) as error:
+        raise Corrupt(f"{where}: header is not valid JSON: {error}") from error
+    if not isinstance(header, dict):
+        raise Corrupt(f"{where}: header is not a JSON object")
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise Corrupt(f"{where}: __metadata__ does not map strings to strings")
+    tensors = {name: _parse_entry(where, name, e, data_start) for name, e in header.items()}
+
+    position = data_start
+    for info in sorted(tensors.values(), key=lambda t: (t.start, t.stop)):
+        if info.start != position:
+            fault = "overlaps another tensor" if info.start < position else "follows a hole"
+            raise Corrupt(f"{where}: tensor {info.name!r} {fault} (byte {info.start})")
+        position = info.stop
+    if position > file_bytes:
+        raise Truncated(f"{where}: {file_bytes} of {position} bytes; copy the file again")
+    if position < file_bytes:
+        raise Corrupt(f"{where}: {file_bytes - position} bytes after the last tensor")
+    return tensors, metadata
+
+
+class TensorFile:
+    """A safetensors file opened for reading; a context manager.
+
+    Raises
+    ------
+    NotFound
+        No such file.
+    Truncated, Corrupt
+        See `parse_header`.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        where = str(self.path)
+        try:
+            self._file = io.FileIO(self.path)
+        except FileNotFoundError as error:
+            raise NotFound(f"{where}: no such file") from error
+        try:
+            file_bytes = os.fstat(self._file.fileno()).st_size
+            length = bytearray(8)
+            self._read_into(0, memoryview(length), "header length")
+            header_bytes = int.from_bytes(length, "little")
+            if header_bytes > MAX_HEADER_BYTES:
+                raise Corrupt(
+                    f"{where}: header of {header_bytes} bytes, at most {MAX_HEADER_BYTES} are "
+                    "allowed; is this a safetensors file?"
+                )
+            if 8 + header_bytes > file_bytes:
+                raise Truncated(f"{where}: {file_bytes} bytes, the header alone needs more")
+            text = bytearray(header_bytes)
+            self._read_into(8, memoryview(text), "header")
+            self.tensors, self.metadata = parse_header(
+                bytes(text), data_start=8 + header_bytes, file_bytes=file_bytes, where=where
+            )
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> TensorFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file; arrays already read stay valid."""
+        self._file.close()
+
+    def info(self, name: str) -> TensorInfo:
+        """Describe tensor `name`; `NotFound` lists what the file has instead."""
+        try:
+            return self.tensors[name]
+        except KeyError:
+            has = ", ".join(sorted(self.tensors)) or "nothing"
+            raise NotFound(f"{self.path}: no tensor {name!r}; the file has {has}") from None
+
+    def read(self, name: str) -> AnyArray:
+        """Read a whole tensor into a new array."""
+        info = self.info(name)
+        out = np.empty(info.shape, self._dtype(info))
+        self._read_into(info.start, memoryview(out.reshape(-1).view(np.uint8)), repr(name))
+        return out
+
+    def read_tokens(self, name: str, leading: tuple[int, ...], start: int, stop: int) -> AnyArray:
+        """Read tokens ``[start, stop)`` of ``tensor[leading]``, which is [heads][tokens][head_dim].
+
+        Returns a new C-contiguous array [heads][stop - start][head_dim] in the file's dtype. Only
+        the bytes asked for are read.
+        """
+        info = self.info(name)
+        dtype = self._dtype(info)
+        heads, tokens, head_dim = info.shape[len(leading) :]
+        if not 0 <= start <= stop <= tokens:
+            raise InvalidArgument(
+                f"{self.path}: tokens {start}:{stop} of {name!r}, it has {tokens}"
+            )
+        first = 0
+        for index, size in zip(leading, info.shape, strict=False):
+            first = first * size + index
+        out = np.empty((heads, stop - start, head_dim), dtype)
+        row_bytes = head_dim * dtype.itemsize
+        for head in range(heads):
+            offset = info.start + ((first * heads + head) * tokens + start) * row_bytes
+            self._read_into(offset, memoryview(out[head].reshape(-1).view(np.uint8)), repr(name))
+        return out
+
+    def _dtype(self, info: TensorInfo) -> np.dtype[Any]:
+        try:
+            return NUMPY_DTYPES[info.dtype]
+        except KeyError:
+            raise Unsupported(
+                f"{self.path}: tensor {info.name!r} is {info.dtype}; readable are "
+                + ", ".join(NUMPY_DTYPES)
+            ) from None
+
+    def _read_into(self, offset: int, view: memoryview, what: str) -> None:
+        self._file.seek(offset)
+        done = 0
+        while done < len(view):
+            count = self._file.readinto(view[done:])
+            if not count:
+                raise Truncated(f"{self.path}: ends inside {what}, at byte {offset + done}")
+            done += count
+
+
+class TensorWriter:
+    """Write a safetensors file whose sizes are known; it appears complete or not at all.
+
+    Use as a context manager: fill the arrays of `array`, and leave. An exception removes the
+    temporary file and leaves the target as it was.
+
+    Parameters
+    ----------
+    path
+        The target. A symbolic link is followed.
+    tensors
+        Name to (dtype, shape), in numpy's terms.
+    metadata
+        Strings for the header's ``__metadata__``.
+    overwrite
+        Whether an existing file may be replaced.
+
+    Raises
+    ------
+    InvalidArgument
+        The target exists and `overwrite` is false, or it is not a plain file.
+    OSError
+        The disk is full, the folder is missing, and the like.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        tensors: Mapping[str, tuple[npt.DTypeLike, tuple[int, ...]]],
+        metadata: Mapping[str, str] | None = None,
+        *,
+        overwrite: bool = False,
+    ) -> None:
+        self.path = Path(os.path.realpath(path))
+        self._overwrite = overwrite
+        self._refuse_existing()
+        self._infos: dict[str, TensorInfo] = {}
+        header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+        position = 0
+        # Widest elements first, so that every tensor is aligned to its element size.
+        by_width = sorted(tensors.items(), key=lambda item: (-np.dtype(item[1][0]).itemsize, item))
+        for name, (dtype, shape) in by_width:
+            end = position + math.prod(shape) * np.dtype(dtype).itemsize
+            self._infos[name] = TensorInfo(name, dtype_name(dtype), tuple(shape), position, end)
+            header[name] = {
+                "dtype": dtype_name(dtype),
+                "shape": list(shape),
+                "data_offsets": [position, end],
+            }
+            position = end
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        if len(text) > MAX_HEADER_BYTES:
+            raise InvalidArgument(f"{self.path}: header of {len(text)} bytes is too long")
+        self._data_start = 8 + len(text)
+        self._head = len(text).to_bytes(8, "little") + text
+        self._file_bytes = self._data_start + position
+
+    def __enter__(self) -> TensorWriter:
+        self._temporary = self.path.with_name(f".{self.path.name}.{secrets.token_hex(4)}.tmp")
+        self._fd = os.open(self._temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            # Reserved, not just extended: a full disk is an OSError here, not a SIGBUS later.
+            os.posix_fallocate(self._fd, 0, self._file_bytes)
+            self._map = mmap.mmap(self._fd, self._file_bytes)
+            self._map[: len(self._head)] = self._head
+        except BaseException:
+            self._discard()
+            raise
+        return self
+
+    def array(self, name: str) -> AnyArray:
+        """Return the writable array of tensor `name`, valid until the writer is left."""
+        info = self._infos[name]
+        count = math.prod(info.shape)
+        if count == 0:
+            return np.empty(info.shape, NUMPY_DTYPES[info.dtype])
+        offset = self._data_start + info.start
+        flat = np.frombuffer(self._map, NUMPY_DTYPES[info.dtype], count, offset)
+        return flat.reshape(info.shape)
+
+    def release(self) -> None:
+        """Drop the pages written so far from this process; the system keeps them for the file."""
+        self._map.madvise(mmap.MADV_DONTNEED)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is not None:
+            self._discard()
+            return
+        try:
+            self._map.flush()
+            os.fsync(self._fd)
+            self._publish()
+        finally:
+            self._discard()
+
+    def _publish(self) -> None:
+        if self._overwrite:
+            os.replace(self._temporary, self.path)
+        else:
+            try:
+                # A link, unlike a rename, never replaces a file that appeared meanwhile.
+                os.link(self._temporary, self.path)
+            except FileExistsError:
+                self._refuse_existing()
+                raise
+            except OSError:  # a file system without hard links
+                self._refuse_existing()
+                os.replace(self._temporary, self.path)
+        folder = os.open(self.path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def _discard(self) -> None:
+        os.close(self._fd)
+        with contextlib.suppress(FileNotFoundError):
+            self._temporary.unlink()
+
+    def _refuse_existing(self) -> None:
+        try:
+            mode = self.path.stat().st_mode
+        except FileNotFoundError:
+            return
+        if not stat.S_ISREG(mode):
+            raise InvalidArgument(f"{self.path}: exists and is not a plain file")
+        if not self._overwrite:
+            raise InvalidArgument(f"{self.path}: exists; --force replaces it")

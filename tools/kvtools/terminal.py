@@ -1,0 +1,98 @@
+"""What the commands print: tables, JSON, progress bars and notes."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+Progress = Callable[[int, int], None]
+
+
+def show_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table: boxed on a terminal, plain aligned columns otherwise.
+
+    The first column is aligned left, the others right.
+    """
+    if sys.stdout.isatty():
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(title=title or None, title_justify="left")
+        for index, column in enumerate(columns):
+            table.add_column(column, justify="right" if index else "left")
+        for row in rows:
+            table.add_row(*(Text(cell) for cell in row))  # Text: names may contain [markup]
+        Console().print(table)
+        return
+    if title:
+        print(title)
+    lines = [list(columns), *(list(row) for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
+    for line in lines:
+        first = line[0].ljust(widths[0])
+        rest = (cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True))
+        print("  ".join((first, *rest)).rstrip())
+
+
+def show_pairs(pairs: Sequence[tuple[str, str]]) -> None:
+    """Print ``name  value`` lines, the values aligned."""
+    width = max((len(name) for name, _ in pairs), default=0)
+    for name, value in pairs:
+        print(f"{name.ljust(width)}  {value}".rstrip())
+
+
+def show_json(value: object) -> None:
+    """Print `value` as strict JSON; numbers that JSON lacks (NaN, infinity) become null."""
+    print(json.dumps(_finite(value), indent=2, allow_nan=False))
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value
+
+
+def note(text: str, *, quiet: bool) -> None:
+    """Tell the user something on stderr that is not an error."""
+    if not quiet:
+        print(f"kvstore: {text}", file=sys.stderr)
+
+
+@contextmanager
+def progress(label: str, *, quiet: bool) -> Iterator[Progress]:
+    """Yield a function ``(done, total)`` that moves a bar on stderr, if that is a terminal."""
+    if quiet or not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bars
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
+        task = bars.add_task(label, total=None)
+        yield lambda done, total: bars.update(task, completed=done, total=total)
+
+
+def size_text(n_bytes: float) -> str:
+    """Write a size such as ``"1.3 MB"`` (powers of 1000)."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if n_bytes < 1000:
+            return f"{n_bytes:.0f} {unit}" if unit == "B" else f"{n_bytes:.2f} {unit}"
+        n_bytes /= 1000
+    return f"{n_bytes:.2f} TB"
+
+
+def number_text(value: float | None, digits: int = 4) -> str:
+    """Write a number in `digits` significant digits, or ``"-"`` when it is unknown."""
+    if value is None or math.isnan(value):
+        return "-"
+    return f"{value:.{digits}g}"
