@@ -293,7 +293,8 @@ def code_lane(
     """Run the closed loop that encoder and decoder share.
 
     `symbol` gets (token, channel, context, prediction, token step) and gives the residual.
-    A value of 2^24 units or more is refused. Returns the reconstructed values, [token][lane-local channel], in units.
+    Returns the reconstructed values, [token][lane-local channel], in units; a value of 2^24
+    units or more raises `refuse`.
     """
     width = params.lane_width
     channels = [params.lane_channel(group, i) for i in range(width)]
