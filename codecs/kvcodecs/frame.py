@@ -2,7 +2,7 @@
 
 Both check themselves: a crc32c covers header and payload, so a flipped bit anywhere is
 detected, and nothing is read past the end of what was handed in. What a payload means is
-the codec's business (`kvcodecs.codec`). Byte layouts: FORMAT.md sections 2 and 3.
+the codec's business (`kvcodecs.codec`). Byte layouts: FORMAT.md section 2.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class ErrorStats:
         )
 
     def is_valid(self) -> bool:
-        """Whether the three numbers can belong together (FORMAT.md section 2)."""
+        """Whether the three numbers can belong together (FORMAT.md section 2.1)."""
         if math.isnan(self.max_error) or math.isnan(self.sum_squares):
             both = math.isnan(self.max_error) and math.isnan(self.sum_squares)
             return both and self.n_values == 0
@@ -120,7 +120,7 @@ class ErrorStats:
 
 @dataclass(frozen=True, slots=True)
 class FrameHeader:
-    """Fixed-size head of a frame. FORMAT.md section 2.
+    """Fixed-size head of a frame. FORMAT.md section 2.1.
 
     Attributes
     ----------
@@ -197,7 +197,7 @@ def pack_frame(
     header_tag: int = 0,
     error: ErrorStats | None = None,
 ) -> bytes:
-    """Return header, checksum and payload as one frame. FORMAT.md section 2.
+    """Return header, checksum and payload as one frame. FORMAT.md section 2.1.
 
     Parameters
     ----------
@@ -286,7 +286,7 @@ def open_frame(data: BytesLike, where: str = "") -> tuple[FrameHeader, memoryvie
 
 
 def seal_record(magic: bytes, payload: BytesLike) -> bytes:
-    """Return `payload` inside the checked envelope of non-frame values. FORMAT.md section 3.
+    """Return `payload` inside the checked envelope of non-frame values. FORMAT.md section 2.2.
 
     Raises
     ------

@@ -3,7 +3,7 @@
 K is coded before RoPE and in half-split channel order. `to_coded` takes K as a model has it
 (either side of RoPE, either pairing, rotating all or some channels) and `from_coded` gives it
 back. All arithmetic is float32 with separate multiply and add, so the C++ and GPU decoders,
-which rotate while they write, agree with the numpy code here bit for bit. FORMAT.md section 4.
+which rotate while they write, agree with the numpy code here bit for bit. FORMAT.md section 1.3.
 """
 
 from __future__ import annotations

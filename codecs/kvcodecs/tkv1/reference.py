@@ -1,4 +1,4 @@
-"""A slow and readable TKV1 lane layout, section by section as FORMAT.md 6 and 8.1.
+"""A slow and readable TKV1 lane layout, section by section as FORMAT.md sections 1, 3, 4 and 6.
 
 The oracle of the tests: the C++ in `kvcodecs._core` must give the same bytes and the same
 values. It shares no code with it, nor with `params.py`. Nothing else imports it.
@@ -18,7 +18,7 @@ import numpy as np
 from ..errors import Corrupt, InvalidArgument, KvError, Truncated, Unsupported
 from ..spec import F32, Kind
 
-# --- Section 1: integers ------------------------------------------------------------------
+# --- Section 1.1: integers ----------------------------------------------------------------
 
 
 def put_varint(out: bytearray, value: int) -> None:
@@ -78,7 +78,7 @@ def round_away(x: float) -> int:
     return whole + int(math.copysign(1, x)) if abs(x - whole) >= 0.5 else whole
 
 
-# --- Section 6.1: bit models --------------------------------------------------------------
+# --- Section 4.1: bit models --------------------------------------------------------------
 
 FAST_SHIFT, SLOW_SHIFT = 4, 7
 ONE = 1 << 16
@@ -104,7 +104,7 @@ class Models:
                 estimate[i] -= estimate[i] >> shift
 
 
-# --- Section 6.2: range coder -------------------------------------------------------------
+# --- Section 4.2: range coder -------------------------------------------------------------
 
 TOP = 1 << 24
 WORD = 0xFFFFFFFF
@@ -168,7 +168,7 @@ class RangeDecoder:
         return bit
 
 
-# --- Section 6.3: contexts and their prior ------------------------------------------------
+# --- Section 4.3: contexts and their prior ------------------------------------------------
 
 N_CLASSES, N_ACTIVITIES = 48, 3
 N_UNARY = N_MANTISSA = 24
@@ -188,7 +188,7 @@ def first_model(klass: int, activity: int) -> int:
     return (klass * N_ACTIVITIES + activity) * CONTEXT_MODELS
 
 
-# --- Section 6.4: symbols -----------------------------------------------------------------
+# --- Section 4.4: residuals ---------------------------------------------------------------
 
 MAX_BITS = 24
 
@@ -240,7 +240,7 @@ def get_symbol(coder: RangeDecoder, models: Models, context: int) -> int:
     return -w if negative else w
 
 
-# --- Section 6.5: prediction and reconstruction -------------------------------------------
+# --- Section 4.5: prediction and reconstruction -------------------------------------------
 
 VALUE_LIMIT = 1 << 24
 
@@ -342,7 +342,7 @@ def decode_lane(
     return code_lane(params, head, group, first_token, n_tokens, symbol, Corrupt)
 
 
-# --- Section 6.6: lanes of a block --------------------------------------------------------
+# --- Sections 4.6, 4.7: lanes, payload ----------------------------------------------------
 
 
 def encode_block(params: Params, y: F32, first_token: int) -> bytes:
@@ -371,7 +371,7 @@ def decode_block(params: Params, payload: bytes, first_token: int, n_tokens: int
     return out
 
 
-# --- Section 6.7: statistics --------------------------------------------------------------
+# --- Section 3.2: statistics --------------------------------------------------------------
 
 
 def fit(params: Params, y: F32) -> Params:
@@ -410,7 +410,7 @@ def fit(params: Params, y: F32) -> Params:
     return replace(params, mu=mu, rho=tuple(rho), classes=tuple(classes))
 
 
-# --- Section 8.1: the TKV1 file, lane layout ----------------------------------------------
+# --- Section 6: the TKV1 file, lane layout ------------------------------------------------
 
 
 @dataclass(frozen=True)
