@@ -370,22 +370,9 @@ def _check_crc(what: str, computed: int, stored: memoryview, prefix: str) -> Non
 
 
 def _read_fields(view: memoryview, prefix: str) -> FrameHeader:
-    (
-        _magic,
-        _version,
-        codec,
-        kind,
-        flags,
-        owner,
-        first_token,
-        payload_bytes,
-        layer,
-        n_tokens,
-        tag,
-        max_error,
-        sum_squares,
-        n_values,
-    ) = _HEADER.unpack_from(view)
+    fields = _HEADER.unpack_from(view)
+    codec, kind, flags, owner, first_token, payload_bytes = fields[2:8]
+    layer, n_tokens, tag, max_error, sum_squares, n_values = fields[8:]
     if kind >= len(_KINDS):
         raise Corrupt(f"{prefix}frame header: kind {kind}, expected 0 (k) or 1 (v)")
     if flags:

@@ -15,11 +15,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
 from .errors import Corrupt, InvalidArgument, Unsupported
+from .tensor import as_float32
+from .tensor import check_tensor as check_tensor
 
 if TYPE_CHECKING:
     from .spec import F32, KState, StreamSpec
@@ -34,7 +35,6 @@ _MIN_SCALING: Final = 1e-6
 _MAX_SCALING: Final = 1e6
 
 _STYLES: Final = ("half", "interleaved")
-_BFLOAT16: Final = np.dtype(ml_dtypes.bfloat16)
 # Values per pass of the rotation, so that its temporaries stay in the L2 cache.
 _PASS_VALUES: Final = 1 << 15
 
@@ -151,9 +151,7 @@ class Rope:
         return 2 * self.n_pairs
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Rope):
-            return NotImplemented
-        return self._key() == other._key()
+        return isinstance(other, Rope) and self._key() == other._key()
 
     def __hash__(self) -> int:
         return hash(self._key())
@@ -210,8 +208,11 @@ class Rope:
         InvalidArgument
             `head_dim` is odd or smaller than `rotary_dim`.
         """
-        self._check_head_dim(head_dim)
-        first, second = self._pair_channels(head_dim)
+        if head_dim % 2 or head_dim < self.rotary_dim:
+            raise InvalidArgument(
+                f"rope: head_dim {head_dim} must be even and at least rotary_dim {self.rotary_dim}"
+            )
+        first, second = self._pair_channels()
         n, half = self.n_pairs, head_dim // 2
         order = np.empty(head_dim, dtype=np.int32)
         channels = np.arange(head_dim, dtype=np.int32)
@@ -255,37 +256,12 @@ class Rope:
             sin *= np.float32(self.scaling)
         return RopeTable(start, cos, sin)
 
-    def _check_head_dim(self, head_dim: int) -> None:
-        if head_dim % 2 or head_dim < self.rotary_dim:
-            raise InvalidArgument(
-                f"rope: head_dim {head_dim} must be even and at least rotary_dim {self.rotary_dim}"
-            )
-
-    def _pair_channels(self, head_dim: int) -> tuple[slice, slice]:
+    def _pair_channels(self) -> tuple[slice, slice]:
         """Return the tensor channels that are the first and the second of each pair."""
         n = self.n_pairs
         if self.style == "half":
             return slice(0, n), slice(n, 2 * n)
         return slice(0, 2 * n, 2), slice(1, 2 * n, 2)
-
-
-def check_tensor(x: npt.NDArray[np.generic], spec: StreamSpec, where: str) -> None:
-    """Check that `x` is a float tensor ``[heads][n][head_dim]`` of the stream `spec`.
-
-    Raises
-    ------
-    InvalidArgument
-        Another dtype or shape; the message starts with `where`.
-    """
-    if not _is_float(x.dtype):
-        raise InvalidArgument(
-            f"{where}: dtype {x.dtype}, expected float16, bfloat16, float32 or float64"
-        )
-    if x.ndim != 3 or x.shape[0] != spec.heads or x.shape[2] != spec.head_dim:
-        raise InvalidArgument(
-            f"{where}: shape {x.shape}, expected (heads={spec.heads}, n_tokens, "
-            f"head_dim={spec.head_dim})"
-        )
 
 
 def to_coded(
@@ -321,21 +297,19 @@ def to_coded(
         Wrong shape or dtype, positions beyond `MAX_POSITION`, or post-RoPE K without RoPE.
     """
     check_tensor(x, spec, "to_coded")
-    rope, rotated = _rope_of(spec, k_state)
-    if rope is None or (not rotated and rope.keeps_order(spec.head_dim)):
-        return _as_float32(x)
+    rope, rotation = _rotation(spec, k_state, start, x.shape[1], table)
+    if rope is None:
+        return as_float32(x)
     n, half = rope.n_pairs, spec.head_dim // 2
-    first, second = rope._pair_channels(spec.head_dim)
-    cos, sin = _rows(rope, table, start, x.shape[1]) if rotated else (None, None)
-    scale = np.float32(rope.scaling)
+    first, second = rope._pair_channels()
     y = np.empty(x.shape, dtype=np.float32)
     for rows in _passes(x.shape):
-        part, to = _as_float32(x[:, rows]), y[:, rows]
-        a, b = part[..., first], part[..., second]
-        if cos is None or sin is None:
-            to[..., :n], to[..., half : half + n] = a, b
+        part, to = as_float32(x[:, rows]), y[:, rows]
+        a, b, c, d = part[..., first], part[..., second], to[..., :n], to[..., half : half + n]
+        if rotation is None:
+            c[:], d[:] = a, b
         else:
-            _unrotate(a, b, cos[rows], sin[rows], scale, to[..., :n], to[..., half : half + n])
+            _unrotate(a, b, rotation[0][rows], rotation[1][rows], rope.scaling, c, d)
         to[..., n:half] = part[..., 2 * n : half + n]
         to[..., half + n :] = part[..., half + n :]
     return y
@@ -370,20 +344,19 @@ def from_coded(
         Wrong shape or dtype, positions beyond `MAX_POSITION`, or post-RoPE K without RoPE.
     """
     check_tensor(y, spec, "from_coded")
-    rope, rotated = _rope_of(spec, k_state)
-    if rope is None or (not rotated and rope.keeps_order(spec.head_dim)):
-        return _as_float32(y)
+    rope, rotation = _rotation(spec, k_state, start, y.shape[1], table)
+    if rope is None:
+        return as_float32(y)
     n, half = rope.n_pairs, spec.head_dim // 2
-    first, second = rope._pair_channels(spec.head_dim)
-    cos, sin = _rows(rope, table, start, y.shape[1]) if rotated else (None, None)
+    first, second = rope._pair_channels()
     x = np.empty(y.shape, dtype=np.float32)
     for rows in _passes(y.shape):
-        part, to = _as_float32(y[:, rows]), x[:, rows]
-        a, b = part[..., :n], part[..., half : half + n]
-        if cos is None or sin is None:
-            to[..., first], to[..., second] = a, b
+        part, to = as_float32(y[:, rows]), x[:, rows]
+        a, b, c, d = part[..., :n], part[..., half : half + n], to[..., first], to[..., second]
+        if rotation is None:
+            c[:], d[:] = a, b
         else:
-            _rotate(a, b, cos[rows], sin[rows], to[..., first], to[..., second])
+            _rotate(a, b, rotation[0][rows], rotation[1][rows], c, d)
         to[..., 2 * n : half + n] = part[..., n:half]
         to[..., half + n :] = part[..., half + n :]
     return x
@@ -395,52 +368,33 @@ def _rotate(a: F32, b: F32, cos: F32, sin: F32, first: F32, second: F32) -> None
     np.add(b * cos, a * sin, out=second)
 
 
-def _unrotate(
-    a: F32, b: F32, cos: F32, sin: F32, scale: np.float32, first: F32, second: F32
-) -> None:
-    """Write the inverse; `cos` and `sin` carry `scale` once, so twice is divided away."""
+def _unrotate(a: F32, b: F32, cos: F32, sin: F32, scaling: float, first: F32, second: F32) -> None:
+    """Write the inverse; `cos` and `sin` carry the scaling once each, which is divided away."""
     np.add(a * cos, b * sin, out=first)
     np.subtract(b * cos, a * sin, out=second)
-    if scale != 1.0:
-        first /= scale * scale
-        second /= scale * scale
+    if scaling != 1.0:
+        square = np.float32(scaling) * np.float32(scaling)
+        first /= square
+        second /= square
 
 
-def _rope_of(spec: StreamSpec, k_state: KState) -> tuple[Rope | None, bool]:
-    """Return the RoPE that orders the channels, and whether values are rotated."""
+def _rotation(
+    spec: StreamSpec, k_state: KState, start: int, n_tokens: int, table: RopeTable | None
+) -> tuple[Rope | None, tuple[F32, F32] | None]:
+    """Return the RoPE whose order or rotation must be undone, and its cosines and sines."""
     if k_state not in ("pre", "post"):
         raise InvalidArgument(f"k_state {k_state!r}, expected 'pre' or 'post'")
-    if spec.kind == "v":
-        return None, False
-    if spec.rope is None:
-        if k_state == "post":
-            raise InvalidArgument("k_state 'post' needs the stream's RoPE; give the model one")
-        return None, False
-    spec.rope._check_head_dim(spec.head_dim)
-    return spec.rope, k_state == "post"
-
-
-def _rows(rope: Rope, table: RopeTable | None, start: int, n_tokens: int) -> tuple[F32, F32]:
-    stop = start + n_tokens
-    return (rope.table(start, stop) if table is None else table).rows(start, stop)
+    rope = spec.rope if spec.kind == "k" else None
+    if spec.kind == "v" or k_state == "pre":
+        return (None if rope is None or rope.keeps_order(spec.head_dim) else rope), None
+    if rope is None:
+        raise InvalidArgument("k_state 'post' needs the stream's RoPE; give the model one")
+    if table is None:
+        table = rope.table(start, start + n_tokens)
+    return rope, table.rows(start, start + n_tokens)
 
 
 def _passes(shape: tuple[int, ...]) -> list[slice]:
     heads, n_tokens, head_dim = shape
     tokens = max(1, _PASS_VALUES // (heads * head_dim))
     return [slice(at, min(at + tokens, n_tokens)) for at in range(0, n_tokens, tokens)]
-
-
-def _is_float(dtype: np.dtype[np.generic]) -> bool:
-    return dtype == _BFLOAT16 or (dtype.kind == "f" and dtype.itemsize in (2, 4, 8))
-
-
-def _as_float32(x: npt.NDArray[np.generic]) -> F32:
-    """Return `x` as C-contiguous native float32; `x` itself if it already is."""
-    if x.dtype == _BFLOAT16:
-        # A bfloat16 is the upper half of a float32; this is several times faster than astype.
-        wide = np.ascontiguousarray(x).view(np.uint16).astype(np.uint32)
-        wide <<= 16
-        return wide.view(np.float32)
-    with np.errstate(over="ignore"):
-        return np.ascontiguousarray(x, dtype=np.float32)
