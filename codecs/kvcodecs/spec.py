@@ -66,7 +66,9 @@ class StreamSpec:
                 f"head_dim {self.head_dim}: must be even and 2 to {MAX_HEAD_DIM}; pad odd heads"
             )
         if self.heads * self.head_dim > MAX_CHANNELS:
-            raise InvalidArgument(f"{self.heads} x {self.head_dim} channels: at most {MAX_CHANNELS}")
+            raise InvalidArgument(
+                f"{self.heads} x {self.head_dim} channels: at most {MAX_CHANNELS}"
+            )
         if self.rope is not None:
             if self.kind == "v":
                 raise InvalidArgument("a V stream has no RoPE")
@@ -89,3 +91,11 @@ def float_dtype(name: str | np.dtype[Any] | type) -> np.dtype[Any]:
     if key not in FLOAT_DTYPES:
         raise InvalidArgument(f"dtype {key!r}: use float32, float16 or bfloat16")
     return FLOAT_DTYPES[key]
+
+
+def describe_value(x: F32, flat_index: int, spec: StreamSpec, first_token: int) -> str:
+    """Name one value of ``[heads][n][head_dim]`` in coded order as users index it."""
+    head, row, coded = (int(i) for i in np.unravel_index(flat_index, x.shape))
+    channel = coded if spec.rope is None else int(spec.rope.channel_order(spec.head_dim)[coded])
+    value = x[head, row, coded]
+    return f"value {value} at head {head}, token {first_token + row}, channel {channel}"

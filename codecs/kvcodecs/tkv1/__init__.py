@@ -1,1 +1,32 @@
-"""The TKV1 codec."""
+"""The TKV1 codec: closed-loop prediction per channel and adaptive binary range coding.
+
+`codec` codes blocks for archives (lane layout), `tkvfile` reads and writes `.tkv` files in
+both layouts, `reference` is the readable second implementation that tests compare with.
+FORMAT.md sections 4 to 7.
+"""
+
+from .codec import CODEC
+from .params import TKV1, TKV1Params, config_from_fields, lane_channel, prior_table
+from .tkvfile import (
+    GpuTables,
+    StreamEncoder,
+    TkvFile,
+    TkvParams,
+    encode_stream,
+    step_for_bpv,
+)
+
+__all__ = [
+    "CODEC",
+    "TKV1",
+    "GpuTables",
+    "StreamEncoder",
+    "TKV1Params",
+    "TkvFile",
+    "TkvParams",
+    "config_from_fields",
+    "encode_stream",
+    "lane_channel",
+    "prior_table",
+    "step_for_bpv",
+]

@@ -1,0 +1,410 @@
+// Python bindings of the core: checks and conversions only. Everything heavy runs without the GIL.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+
+#if defined(__unix__) || defined(__APPLE__)
+#include <sys/mman.h>
+#include <unistd.h>
+#endif
+
+#include "encoder.hpp"
+#include "executor.hpp"
+#include "statistics.hpp"
+#include "stream_layout.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace {
+
+// Errors of stored bytes; they become kvcodecs.errors.Truncated, Corrupt and InvalidArgument.
+struct Fault {
+  const char* kind;
+  std::string message;
+};
+
+void translate_fault(const std::exception_ptr& pointer, void*) {
+  try {
+    std::rethrow_exception(pointer);
+  } catch (const Fault& fault) {
+    const nb::object type = nb::module_::import_("kvcodecs.errors").attr(fault.kind);
+    PyErr_SetString(type.ptr(), fault.message.c_str());
+  }
+}
+
+[[noreturn]] void invalid(const std::string& message) { throw Fault{"InvalidArgument", message}; }
+
+template <class T>
+using Array1 = nb::ndarray<const T, nb::numpy, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+template <class T>
+using Array2 = nb::ndarray<const T, nb::numpy, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+template <class T>
+using Array3 = nb::ndarray<const T, nb::numpy, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
+template <class T>
+using Result = nb::ndarray<nb::numpy, T>;
+
+template <class T>
+Result<T> new_array(std::initializer_list<size_t> shape, T** data) {
+  size_t n = 1;
+  for (size_t s : shape) n *= s;
+  *data = new T[n > 0 ? n : 1];
+  nb::capsule owner(*data, [](void* p) noexcept { delete[] (T*)p; });
+  return Result<T>(*data, shape.size(), shape.begin(), owner);
+}
+
+nb::bytes to_bytes(const std::vector<kv_u8>& v) { return nb::bytes((const char*)v.data(), v.size()); }
+
+// A read-only buffer, held as long as this object lives.
+class Buffer {
+ public:
+  explicit Buffer(nb::handle object) {
+    if (PyObject_GetBuffer(object.ptr(), &view_, PyBUF_SIMPLE) != 0) throw nb::python_error();
+  }
+  Buffer(Buffer&& other) noexcept : view_(other.view_) { other.view_.obj = nullptr; }
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+  ~Buffer() {
+    if (view_.obj != nullptr) PyBuffer_Release(&view_);
+  }
+  const kv_u8* bytes() const { return (const kv_u8*)view_.buf; }
+  kv_u64 size() const { return (kv_u64)view_.len; }
+
+ private:
+  Py_buffer view_{};
+};
+
+// ---------------------------------------------------------------- reading varints
+
+struct Cursor {
+  const kv_u8* bytes;
+  kv_u64 size;
+  kv_u64 offset;
+  const char* what;
+
+  kv_u8 byte() {
+    if (offset >= size) throw Fault{"Truncated", std::string(what) + " ends after " + std::to_string(size) + " bytes"};
+    return bytes[offset++];
+  }
+  kv_u64 varint() {
+    kv_u64 value = 0;
+    for (int shift = 0; shift < 64; shift += 7) {
+      const kv_u8 b = byte();
+      if (shift == 63 && b > 1) break;
+      value |= (kv_u64)(b & 0x7F) << shift;
+      if (b < 0x80) return value;
+    }
+    throw Fault{"Corrupt", std::string(what) + ": a varint before byte " + std::to_string(offset) +
+                               " does not fit 64 bits"};
+  }
+  kv_i64 zigzag() {
+    const kv_u64 v = varint();
+    return (kv_i64)(v >> 1) ^ -(kv_i64)(v & 1);
+  }
+};
+
+nb::tuple read_zigzags(nb::handle data, kv_u64 offset, kv_u64 count) {
+  Buffer buffer(data);
+  Cursor cursor{buffer.bytes(), buffer.size(), offset, "stream header"};
+  if (count > buffer.size()) throw Fault{"Truncated", "stream header: fewer bytes than channels"};
+  kv_i64* values;
+  auto array = new_array<kv_i64>({count}, &values);
+  for (kv_u64 i = 0; i < count; ++i) values[i] = cursor.zigzag();
+  return nb::make_tuple(array, cursor.offset);
+}
+
+nb::bytes write_zigzags(const Array1<kv_i64>& values) {
+  std::vector<kv_u8> out;
+  for (size_t i = 0; i < values.shape(0); ++i) {
+    const kv_i64 v = values.data()[i];
+    kv::append_varint(out, ((kv_u64)v << 1) ^ (kv_u64)(v >> 63));
+  }
+  return to_bytes(out);
+}
+
+// The per-channel part of a `.tkv` header: mean, class and AR coefficient, interleaved. FORMAT.md section 6.
+nb::tuple read_tkv_channels(nb::handle data, kv_u64 offset, kv_u64 count, bool ar) {
+  Buffer buffer(data);
+  Cursor cursor{buffer.bytes(), buffer.size(), offset, "TKV1 header"};
+  if (count > buffer.size()) throw Fault{"Truncated", "TKV1 header: fewer bytes than channels"};
+  kv_i64* mean;
+  kv_u8 *cls, *rho;
+  auto means = new_array<kv_i64>({count}, &mean);
+  auto classes = new_array<kv_u8>({count}, &cls);
+  auto rhos = new_array<kv_u8>({count}, &rho);
+  for (kv_u64 i = 0; i < count; ++i) {
+    mean[i] = cursor.zigzag();
+    cls[i] = cursor.byte() & 0x7F;
+    rho[i] = ar ? std::min<kv_u8>(cursor.byte(), 15) : 0;
+  }
+  return nb::make_tuple(means, classes, rhos, cursor.offset);
+}
+
+// `count` entries of varint length + bytes: rows (offset, length), and the offset behind the last.
+nb::tuple scan_entries(nb::handle data, kv_u64 offset, kv_u64 count) {
+  Buffer buffer(data);
+  Cursor cursor{buffer.bytes(), buffer.size(), offset, "lane entries"};
+  if (count > buffer.size()) throw Fault{"Truncated", "lane entries: fewer bytes than lanes"};
+  kv_u64* rows;
+  auto array = new_array<kv_u64>({count, 2}, &rows);
+  for (kv_u64 i = 0; i < count; ++i) {
+    const kv_u64 n = cursor.varint();
+    if (n > cursor.size - cursor.offset)
+      throw Fault{"Truncated", "lane entry " + std::to_string(i) + ": " + std::to_string(n) + " bytes, " +
+                                   std::to_string(cursor.size - cursor.offset) + " left"};
+    rows[2 * i] = cursor.offset;
+    rows[2 * i + 1] = n;
+    cursor.offset += n;
+  }
+  return nb::make_tuple(array, cursor.offset);
+}
+
+// ---------------------------------------------------------------- encoder
+
+void check_prior(const Array1<kv_u32>& prior) {
+  if (prior.shape(0) != kv::kPriorWords) invalid("prior table: 7056 words expected");
+}
+
+void check_channels(size_t n, const Array1<kv_u8>& rho, const Array1<kv_u8>& cls) {
+  if (rho.shape(0) != n || cls.shape(0) != n) invalid("statistics: one entry per channel expected");
+  for (size_t i = 0; i < n; ++i)
+    if (rho.data()[i] > 15 || cls.data()[i] >= kv::kClasses) invalid("statistics: rho or class out of range");
+}
+
+kv::BlockEncoder new_block_encoder(const Array1<kv_u32>& prior, kv_u32 heads, kv_u32 head_dim, kv_u32 width,
+                                   float unit, kv_u64 sink, kv_u32 sink_div, kv_u64 first_token,
+                                   const Array1<kv_i32>& mean, const Array1<kv_u8>& rho, const Array1<kv_u8>& cls) {
+  check_prior(prior);
+  if (heads == 0 || head_dim == 0 || width == 0 || width % 2 || head_dim % width) invalid("lane width");
+  if (sink_div == 0 || sink_div >= 1u << 24) invalid("sink_div: 1 to 2^24 - 1");
+  if (!(unit > 0) || !std::isfinite(unit)) invalid("unit: positive and finite");
+  const size_t n = (size_t)heads * head_dim;
+  if (mean.shape(0) != n) invalid("statistics: one entry per channel expected");
+  check_channels(n, rho, cls);
+  for (size_t i = 0; i < n; ++i)
+    if (std::abs((kv_i64)mean.data()[i]) >= kv::kValueLimit) invalid("mean out of range");
+  const kv::BlockEncoder::Geometry geometry{heads, head_dim, width, (double)unit, sink, sink_div, first_token};
+  return kv::BlockEncoder(geometry, mean.data(), rho.data(), cls.data(), prior.data());
+}
+
+void push(kv::BlockEncoder& encoder, const Array3<float>& x) {
+  const auto& g = encoder.geometry();
+  if (x.shape(0) != g.heads || x.shape(2) != g.head_dim) invalid("block encoder: [heads][tokens][head_dim] expected");
+  bool ok;
+  {
+    nb::gil_scoped_release release;
+    ok = encoder.push(x.data(), x.shape(1));
+  }
+  if (!ok) invalid("a value or residual is beyond 2^24 units: the step is too small");
+}
+
+// ---------------------------------------------------------------- stream layout
+
+kv::StreamParams stream_params(const Array1<kv_u32>& prior, kv_u32 heads, kv_u32 head_dim, double step, kv_u64 sink,
+                               kv_u32 sink_div, const Array1<kv_i64>& mean, const Array1<kv_u8>& rho,
+                               const Array1<kv_u8>& cls) {
+  check_prior(prior);
+  const size_t n = (size_t)heads * head_dim;
+  if (n == 0 || mean.shape(0) != n) invalid("statistics: one entry per channel expected");
+  check_channels(n, rho, cls);
+  if (sink_div == 0) invalid("sink_div: at least 1");
+  return {heads, head_dim, step, sink, sink_div, mean.data(), rho.data(), cls.data()};
+}
+
+nb::bytes stream_encode(const Array1<kv_u32>& prior, double step, kv_u64 sink, kv_u32 sink_div,
+                        const Array1<kv_i64>& mean, const Array1<kv_u8>& rho, const Array1<kv_u8>& cls,
+                        kv_u64 first_token, const Array3<double>& y) {
+  const auto p = stream_params(prior, (kv_u32)y.shape(0), (kv_u32)y.shape(2), step, sink, sink_div, mean, rho, cls);
+  std::vector<kv_u8> out;
+  bool ok;
+  {
+    nb::gil_scoped_release release;
+    ok = kv::encode_stream_block(p, prior.data(), y.data(), y.shape(1), first_token, y.shape(1), out);
+  }
+  if (!ok) invalid("a residual of 2^24 steps or more: the step is too small");
+  return to_bytes(out);
+}
+
+Result<double> stream_decode(const Array1<kv_u32>& prior, kv_u32 heads, kv_u32 head_dim, double step, kv_u64 sink,
+                             kv_u32 sink_div, const Array1<kv_i64>& mean, const Array1<kv_u8>& rho,
+                             const Array1<kv_u8>& cls, kv_u64 first_token, kv_u64 n_tokens, nb::handle data) {
+  const auto p = stream_params(prior, heads, head_dim, step, sink, sink_div, mean, rho, cls);
+  Buffer buffer(data);
+  double* y;
+  auto array = new_array<double>({heads, n_tokens, head_dim}, &y);
+  kv::Status status;
+  {
+    nb::gil_scoped_release release;
+    status = kv::decode_stream_block(p, prior.data(), buffer.bytes(), buffer.size(), first_token, n_tokens, n_tokens, y);
+  }
+  if (status != kv::kOk) throw Fault{"Corrupt", "block at token " + std::to_string(first_token) +
+                                                    ": a residual of 2^24 or more"};
+  return array;
+}
+
+void rotate(nb::ndarray<double, nb::numpy, nb::ndim<3>, nb::c_contig, nb::device::cpu> y, double theta,
+            kv_u64 first_token, double sign) {
+  nb::gil_scoped_release release;
+  kv::rotate_theta(y.data(), (kv_u32)y.shape(0), y.shape(1), (kv_u32)y.shape(2), theta, first_token, sign);
+}
+
+// ---------------------------------------------------------------- plan
+
+kv::Output output_of(const nb::ndarray<nb::numpy, nb::ndim<3>, nb::device::cpu>& view, kv_u32 type) {
+  if (type > kv::kBfloat16) invalid("output dtype");
+  if (view.itemsize() != (type == kv::kFloat32 ? 4u : 2u)) invalid("output itemsize");
+  for (size_t axis = 0; axis < 3; ++axis)
+    if (view.stride(axis) < 0 && view.shape(axis) > 1) invalid("output with a negative stride");
+  if (view.shape(2) > 1 && view.stride(2) != 1) invalid("output: the last axis must be contiguous");
+  return {view.data(), view.shape(0), view.shape(1), view.shape(2), view.stride(0), view.stride(1),
+          (kv::OutputType)type};
+}
+
+// lanes: bytes of LANE_DTYPE rows, channels: bytes of CHANNEL_DTYPE rows. Returns one status a lane.
+Result<kv_u8> run_plan(const Array1<kv_u32>& prior, nb::handle lane_rows, nb::handle channel_rows,
+                       const Array1<kv_u8>& classes, nb::sequence payloads, nb::sequence outputs, nb::sequence types,
+                       nb::sequence ropes, unsigned n_threads) {
+  check_prior(prior);
+  Buffer lanes(lane_rows), channels(channel_rows);
+  kv::PlanTables tables{(const kv::Lane*)lanes.bytes(), lanes.size() / sizeof(kv::Lane),
+                        (const kv::Channel*)channels.bytes(), channels.size() / sizeof(kv::Channel),
+                        classes.data(), classes.shape(0), {}, {}, {}, prior.data()};
+  std::vector<Buffer> held;
+  for (nb::handle payload : payloads) {
+    held.emplace_back(payload);
+    tables.payloads.push_back({held.back().bytes(), held.back().size()});
+  }
+  std::vector<nb::ndarray<nb::numpy, nb::ndim<3>, nb::device::cpu>> views;
+  for (size_t i = 0, n = nb::len(outputs); i < n; ++i) {
+    views.push_back(nb::cast<nb::ndarray<nb::numpy, nb::ndim<3>, nb::device::cpu>>(outputs[i]));
+    tables.outputs.push_back(output_of(views.back(), nb::cast<kv_u32>(types[i])));
+  }
+  std::vector<Array2<float>> tables_held;
+  for (nb::handle pair : ropes) {
+    auto cos = nb::cast<Array2<float>>(pair[0]), sin = nb::cast<Array2<float>>(pair[1]);
+    if (cos.shape(0) != sin.shape(0) || cos.shape(1) != sin.shape(1)) invalid("RoPE table: cos and sin differ");
+    tables.ropes.push_back({cos.data(), sin.data(), cos.shape(0), cos.shape(1)});
+    tables_held.push_back(std::move(cos));
+    tables_held.push_back(std::move(sin));
+  }
+  for (kv_u64 i = 0; i < tables.n_lanes; ++i)
+    if (const char* fault = kv::lane_fault(tables, tables.lanes[i]))
+      invalid("plan: lane " + std::to_string(i) + ": " + fault + " out of range");
+  kv_u8* status;
+  auto result = new_array<kv_u8>({(size_t)tables.n_lanes}, &status);
+  bool ok;
+  {
+    nb::gil_scoped_release release;
+    ok = kv::run_plan(tables, status, n_threads);
+  }
+  if (!ok) throw std::bad_alloc();
+  return result;
+}
+
+// ---------------------------------------------------------------- mapped memory
+
+// Drop the whole pages of a read-only file mapping from this process: they stay in the page cache, and the next
+// access maps them again. Reading a large range thus holds no more than what it works on.
+void release_pages(nb::handle data) {
+#if defined(__unix__) || defined(__APPLE__)
+  Buffer buffer(data);
+  const std::uintptr_t page = (std::uintptr_t)sysconf(_SC_PAGESIZE);
+  const std::uintptr_t begin = ((std::uintptr_t)buffer.bytes() + page - 1) / page * page;
+  const std::uintptr_t end = ((std::uintptr_t)buffer.bytes() + buffer.size()) / page * page;
+  if (begin < end) madvise((void*)begin, end - begin, MADV_DONTNEED);
+#else
+  (void)data;
+#endif
+}
+
+// Flat index of the first value whose magnitude is not below `limit` (NaN included), or -1.
+kv_i64 find_beyond(const Array3<float>& x, float limit) {
+  nb::gil_scoped_release release;
+  const float* values = x.data();
+  const size_t n = x.size(), stride = 4096;
+  for (size_t begin = 0; begin < n; begin += stride) {
+    const size_t end = std::min(n, begin + stride);
+    bool fine = true;
+    for (size_t i = begin; i < end; ++i) fine &= std::fabs(values[i]) < limit;
+    for (size_t i = begin; !fine && i < end; ++i)
+      if (!(std::fabs(values[i]) < limit)) return (kv_i64)i;
+  }
+  return -1;
+}
+
+template <class T>
+void add_mean(kv::Statistics& s, const Array3<T>& x) {
+  nb::gil_scoped_release release;
+  s.add_mean(x.data(), x.shape(1));
+}
+
+template <class T>
+void add_moments(kv::Statistics& s, const Array3<T>& x) {
+  nb::gil_scoped_release release;
+  s.add_moments(x.data(), x.shape(1));
+}
+
+nb::tuple finish_statistics(const kv::Statistics& s, kv_u64 n_channels, double step, double mean_unit, bool ar,
+                            bool pairs) {
+  kv_i64* mean;
+  kv_u8 *rho, *cls;
+  auto means = new_array<kv_i64>({n_channels}, &mean);
+  auto rhos = new_array<kv_u8>({n_channels}, &rho);
+  auto classes = new_array<kv_u8>({n_channels}, &cls);
+  s.finish(step, mean_unit, ar, pairs, mean, rho, cls);
+  return nb::make_tuple(means, rhos, classes);
+}
+
+}  // namespace
+
+NB_MODULE(_core, m) {
+  m.doc() = "C++ core of kvcodecs; its Python callers check shapes and own the documentation.";
+  nb::register_exception_translator(translate_fault);
+  nb::set_leak_warnings(false);
+
+  m.attr("LANE_BYTES") = sizeof(kv::Lane);
+  m.attr("CHANNEL_BYTES") = sizeof(kv::Channel);
+
+  m.def("read_zigzags", &read_zigzags, "data"_a, "offset"_a, "count"_a);
+  m.def("write_zigzags", &write_zigzags, "values"_a);
+  m.def("read_tkv_channels", &read_tkv_channels, "data"_a, "offset"_a, "count"_a, "ar"_a);
+  m.def("scan_entries", &scan_entries, "data"_a, "offset"_a, "count"_a);
+  m.def("find_beyond", &find_beyond, "x"_a, "limit"_a);
+  m.def("release_pages", &release_pages, "data"_a);
+
+  nb::class_<kv::Statistics>(m, "Statistics")
+      .def(nb::init<kv_u32, kv_u32>(), "heads"_a, "head_dim"_a)
+      .def("add_mean", &add_mean<float>, "x"_a)
+      .def("add_mean", &add_mean<double>, "x"_a)
+      .def("finish_mean", &kv::Statistics::finish_mean)
+      .def("add_moments", &add_moments<float>, "x"_a)
+      .def("add_moments", &add_moments<double>, "x"_a)
+      .def("finish", &finish_statistics, "n_channels"_a, "step"_a, "mean_unit"_a, "ar"_a, "pairs"_a)
+      .def_prop_ro("sum_squares", &kv::Statistics::sum_squares)
+      .def_prop_ro("n_tokens", &kv::Statistics::n_tokens);
+
+  nb::class_<kv::BlockEncoder>(m, "BlockEncoder")
+      .def("push", &push, "x"_a)
+      .def("payload", [](const kv::BlockEncoder& e) { return to_bytes(e.payload()); })
+      .def_prop_ro("n_tokens", &kv::BlockEncoder::n_tokens)
+      .def_prop_rw(
+          "error",
+          [](const kv::BlockEncoder& e) {
+            const kv::ErrorSums sums = e.error();
+            return nb::make_tuple(sums.max_error, sums.sum_squares, sums.n_values);
+          },
+          [](kv::BlockEncoder& e, const std::tuple<double, double, kv_u64>& sums) {
+            e.set_error({std::get<0>(sums), std::get<1>(sums), std::get<2>(sums)});
+          });
+  m.def("block_encoder", &new_block_encoder, "prior"_a, "heads"_a, "head_dim"_a, "width"_a, "unit"_a, "sink"_a,
+        "sink_div"_a, "first_token"_a, "mean"_a, "rho"_a, "cls"_a);
+
+  m.def("stream_encode", &stream_encode, "prior"_a, "step"_a, "sink"_a, "sink_div"_a, "mean"_a, "rho"_a, "cls"_a,
+        "first_token"_a, "y"_a);
+  m.def("stream_decode", &stream_decode, "prior"_a, "heads"_a, "head_dim"_a, "step"_a, "sink"_a, "sink_div"_a,
+        "mean"_a, "rho"_a, "cls"_a, "first_token"_a, "n_tokens"_a, "data"_a);
+  m.def("rotate", &rotate, "y"_a, "theta"_a, "first_token"_a, "sign"_a);
+  m.def("run_plan", &run_plan, "prior"_a, "lanes"_a, "channels"_a, "classes"_a, "payloads"_a, "outputs"_a, "types"_a,
+        "ropes"_a, "n_threads"_a);
+}

@@ -1,0 +1,96 @@
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+_U8 = npt.NDArray[np.uint8]
+_U32 = npt.NDArray[np.uint32]
+_U64 = npt.NDArray[np.uint64]
+_I32 = npt.NDArray[np.int32]
+_I64 = npt.NDArray[np.int64]
+_F32 = npt.NDArray[np.float32]
+_F64 = npt.NDArray[np.float64]
+_Bytes = Any  # any object with a C-contiguous buffer
+
+LANE_BYTES: int
+CHANNEL_BYTES: int
+
+class Statistics:
+    def __init__(self, heads: int, head_dim: int) -> None: ...
+    def add_mean(self, x: _F32 | _F64) -> None: ...
+    def finish_mean(self) -> None: ...
+    def add_moments(self, x: _F32 | _F64) -> None: ...
+    def finish(
+        self, n_channels: int, step: float, mean_unit: float, ar: bool, pairs: bool
+    ) -> tuple[_I64, _U8, _U8]: ...
+    @property
+    def sum_squares(self) -> float: ...
+    @property
+    def n_tokens(self) -> int: ...
+
+class BlockEncoder:
+    error: tuple[float, float, int]
+    def push(self, x: _F32) -> None: ...
+    def payload(self) -> bytes: ...
+    @property
+    def n_tokens(self) -> int: ...
+
+def block_encoder(
+    prior: _U32,
+    heads: int,
+    head_dim: int,
+    width: int,
+    unit: float,
+    sink: int,
+    sink_div: int,
+    first_token: int,
+    mean: _I32,
+    rho: _U8,
+    cls: _U8,
+) -> BlockEncoder: ...
+def read_zigzags(data: _Bytes, offset: int, count: int) -> tuple[_I64, int]: ...
+def write_zigzags(values: _I64) -> bytes: ...
+def read_tkv_channels(
+    data: _Bytes, offset: int, count: int, ar: bool
+) -> tuple[_I64, _U8, _U8, int]: ...
+def scan_entries(data: _Bytes, offset: int, count: int) -> tuple[_U64, int]: ...
+def find_beyond(x: _F32, limit: float) -> int: ...
+def release_pages(data: _Bytes) -> None: ...
+def stream_encode(
+    prior: _U32,
+    step: float,
+    sink: int,
+    sink_div: int,
+    mean: _I64,
+    rho: _U8,
+    cls: _U8,
+    first_token: int,
+    y: _F64,
+) -> bytes: ...
+def stream_decode(
+    prior: _U32,
+    heads: int,
+    head_dim: int,
+    step: float,
+    sink: int,
+    sink_div: int,
+    mean: _I64,
+    rho: _U8,
+    cls: _U8,
+    first_token: int,
+    n_tokens: int,
+    data: _Bytes,
+) -> _F64: ...
+def rotate(y: _F64, theta: float, first_token: int, sign: float) -> None: ...
+def run_plan(
+    prior: _U32,
+    lanes: _Bytes,
+    channels: _Bytes,
+    classes: _U8,
+    payloads: Sequence[Any],
+    outputs: Sequence[npt.NDArray[Any]],
+    types: Sequence[int],
+    ropes: Sequence[tuple[_F32, _F32]],
+    n_threads: int,
+) -> _U8: ...

@@ -1,0 +1,151 @@
+"""What every block codec offers, and the registry by number and name.
+
+A codec turns the coded domain of one stream into blocks: `fit` fixes the statistics from the
+prefill, `encoder` codes one block token by token, `schedule` puts the decoding of a block into
+a plan. The numbers are part of the frame (FORMAT.md section 1) and never change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+from .errors import InvalidArgument, Unsupported
+from .frame import BytesLike, ErrorStats
+from .spec import F32, KState, StreamSpec
+
+if TYPE_CHECKING:
+    from .plan import Placement, Plan
+
+Chunks: TypeAlias = Callable[[], Iterable[F32]]
+
+# Modules load on first use: each codec costs an import only to those who meet it.
+_MODULES = {0: "raw", 1: "tkv1"}
+_NUMBERS = {"raw": 0, "tkv1": 1}
+
+
+class CodecConfig(Protocol):
+    """What the user asks of a codec: small, frozen, JSON."""
+
+    @property
+    def codec(self) -> str: ...
+    def to_json(self) -> dict[str, object]: ...
+
+
+class Params(Protocol):
+    """What a codec fixed for one stream and stored in its header."""
+
+    @property
+    def spec(self) -> StreamSpec: ...
+
+
+class BlockEncoder(Protocol):
+    """One block under construction."""
+
+    @property
+    def n_tokens(self) -> int: ...
+    @property
+    def error(self) -> ErrorStats: ...
+    def push(self, x: F32) -> None:
+        """Append tokens, ``[heads][n][head_dim]`` of the coded domain in coded channel order.
+
+        Does not fail on values that the codec's `check` accepted.
+        """
+
+    def payload(self) -> bytes:
+        """Return the block coded so far; more tokens may follow."""
+
+    def resume(self, error: ErrorStats) -> None:
+        """Replace the error of what was pushed so far.
+
+        A tail read back from its frame was quantised before: pushing it again measures no
+        error, and the frame knows the true one.
+        """
+
+
+class BlockCodec(Protocol):
+    """A codec of one stream's blocks. ``params`` are always its own."""
+
+    number: int
+    name: str
+
+    def fit(self, config: Any, spec: StreamSpec, chunks: Chunks, k_state: KState = "pre") -> Any:
+        """Fix the parameters of a stream from its prefill.
+
+        Parameters
+        ----------
+        config
+            What the user asks.
+        spec
+            The stream.
+        chunks
+            Called for each pass: the prefill as successive token chunks
+            ``[heads][n][head_dim]`` of the coded domain. The result does not depend on how the
+            tokens are cut into chunks.
+        k_state
+            Whether K was given before or after RoPE; an error bound asked for on post-RoPE K
+            needs a finer step.
+
+        Raises
+        ------
+        InvalidArgument
+            Non-finite values, or a request that the values make impossible.
+        """
+
+    def pack(self, params: Any) -> bytes:
+        """Return the stream header."""
+
+    def unpack(self, spec: StreamSpec, data: BytesLike) -> Any:
+        """Read a stream header of the stream `spec`; `Truncated`, `Corrupt` or `Unsupported`."""
+
+    def check(self, params: Any, x: F32, first_token: int) -> None:
+        """Raise `InvalidArgument`, naming head, token and channel, if `x` cannot be coded."""
+
+    def encoder(self, params: Any, first_token: int) -> BlockEncoder:
+        """Start a block at absolute position `first_token`."""
+
+    def schedule(
+        self, plan: Plan, params: Any, payload: BytesLike, first_token: int, placement: Placement
+    ) -> None:
+        """Add the decoding of one block to `plan`. Use `Plan.add`."""
+
+    def step(self, params: Any) -> float | None:
+        """Return the quantiser step: decoded values are within half of it. None: lossless."""
+
+    def worst_case_bytes(self, params: Any, n_tokens: int) -> int:
+        """Return a payload size that no block of `n_tokens` exceeds."""
+
+
+@cache
+def codec_by_number(number: int) -> BlockCodec:
+    """Return the codec that frames call `number`, else raise `Unsupported`."""
+    if number not in _MODULES:
+        raise Unsupported(f"codec number {number} is unknown to this release; upgrade to read it")
+    codec: BlockCodec = import_module(f".{_MODULES[number]}", __package__).CODEC
+    return codec
+
+
+def codec_by_name(name: str) -> BlockCodec:
+    """Return the codec called `name`, else raise `Unsupported`."""
+    if name not in _NUMBERS:
+        raise Unsupported(f"codec {name!r} is unknown; this release has {', '.join(_NUMBERS)}")
+    return codec_by_number(_NUMBERS[name])
+
+
+def codec_for(config: CodecConfig) -> BlockCodec:
+    """Return the codec that `config` configures."""
+    if not hasattr(config, "codec"):
+        raise InvalidArgument(f"codec {config!r}: give a configuration such as TKV1(rel_step=0.25)")
+    return codec_by_name(config.codec)
+
+
+def config_from_json(data: Mapping[str, object]) -> CodecConfig:
+    """Return the configuration that its `to_json` described."""
+    fields = dict(data)
+    codec = codec_by_name(str(fields.pop("codec", None)))
+    config: CodecConfig = import_module(
+        f".{_MODULES[codec.number]}", __package__
+    ).config_from_fields(fields)
+    return config
