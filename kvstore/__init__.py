@@ -1,0 +1,50 @@
+"""A storage engine for compressed KV-cache archives.
+
+`open` an `Archive`, create or find a `Session` in it, `append` and `commit`, and read any token
+range back within the stated error. Byte layouts: FORMAT.md here and in kvcodecs.
+"""
+
+from kvcodecs.codec import CodecConfig
+from kvcodecs.errors import (
+    Closed,
+    Corrupt,
+    Full,
+    IdentityMismatch,
+    InvalidArgument,
+    KvError,
+    Locked,
+    NotFound,
+    Truncated,
+    Unsupported,
+)
+from kvcodecs.raw import Raw
+from kvcodecs.rope import Rope
+
+from .archive import Archive, open
+from .identity import LayerSpec, Model
+from .info import ArchiveInfo, SessionInfo, StreamInfo
+from .session import Session
+
+__all__ = [
+    "Archive",
+    "ArchiveInfo",
+    "Closed",
+    "CodecConfig",
+    "Corrupt",
+    "Full",
+    "IdentityMismatch",
+    "InvalidArgument",
+    "KvError",
+    "LayerSpec",
+    "Locked",
+    "Model",
+    "NotFound",
+    "Raw",
+    "Rope",
+    "Session",
+    "SessionInfo",
+    "StreamInfo",
+    "Truncated",
+    "Unsupported",
+    "open",
+]

@@ -1,0 +1,482 @@
+"""An archive: open or create it, and create, find, list and delete its sessions."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+from kvcodecs.codec import CodecConfig, codec_for
+from kvcodecs.errors import Corrupt, InvalidArgument, NotFound
+from kvcodecs.spec import Kind
+
+from . import keys
+from .backend import Backend, Lease, Mode, Snapshot, Transaction, open_backend
+from .identity import Model, canonical_json, check_identity
+from .info import ArchiveInfo, SessionInfo, session_info
+from .reader import Reader
+from .records import (
+    SessionRecord,
+    check_archive,
+    load_session,
+    model_of,
+    pack_archive,
+    pack_identity,
+    unpack_identity,
+    unpack_session,
+)
+from .session import Session
+from .writer import SessionWriter, check_configs, new_layout
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from .ingest import Source
+    from .verify import Report
+
+MAX_FIT_TOKENS = 1 << 16
+
+
+def open(  # noqa: A001 - read as kvstore.open
+    path: str | os.PathLike[str],
+    mode: Mode = "r",
+    *,
+    lock_timeout: float = 10.0,
+    map_size: int | None = None,
+    backend: str | None = None,
+) -> Archive:
+    """Open an archive.
+
+    Parameters
+    ----------
+    path
+        A directory (LMDB), or ``"memory:NAME"`` for one that lives in this process.
+    mode
+        ``"r"`` to read, ``"a"`` to append or create.
+    lock_timeout
+        Seconds that a write waits for other writers before it raises `Locked`.
+    map_size
+        Upper limit of the archive in bytes; None for 1 TiB or what the process can map.
+    backend
+        ``"lmdb"``, ``"memory"`` or None to go by `path`.
+
+    Raises
+    ------
+    NotFound
+        Mode "r" and no archive there.
+    Truncated, Corrupt, Unsupported
+        Damaged, not an archive, or written by a newer release.
+    InvalidArgument
+        A mode, backend or place that cannot be used.
+    """
+    return Archive(
+        open_backend(path, mode, kind=backend, map_size=map_size), mode, lock_timeout=lock_timeout
+    )
+
+
+class Archive:
+    """Many sessions in one container; made by `kvstore.open`. Safe to use from many threads."""
+
+    def __init__(self, backend: Backend, mode: Mode, *, lock_timeout: float = 10.0) -> None:
+        self._backend, self._mode, self._timeout = backend, mode, lock_timeout
+        self._models: dict[bytes, Model] = {}
+        self._records: dict[str, tuple[bytes, SessionRecord]] = {}
+        self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+        self._lock = threading.Lock()
+        try:
+            self._about = self._begin()
+        except BaseException:
+            backend.close()
+            raise
+
+    @property
+    def path(self) -> str:
+        return self._backend.path
+
+    @property
+    def mode(self) -> Mode:
+        return self._mode
+
+    def create_session(
+        self,
+        name: str,
+        *,
+        model: Model,
+        codec: CodecConfig | Mapping[Kind, CodecConfig] | None = None,
+        block_tokens: int | str = "auto",
+        fit_tokens: int = 128,
+        stats_from: str | Session | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> Session:
+        """Create a session without tokens, durable at once, and become its appender.
+
+        Parameters
+        ----------
+        name
+            1 to 255 bytes of UTF-8 without control characters; slashes mean nothing.
+        model
+            Identity and geometry of the KV.
+        codec
+            A configuration for both kinds or ``{"k": ..., "v": ...}``; None for ``TKV1()``, or
+            with `stats_from` for that session's.
+        block_tokens
+            Tokens per block, for all streams; ``"auto"`` chooses 128 to 1024 for each stream so
+            that frames reach about 24 KB.
+        fit_tokens
+            Fewest tokens that a stream's statistics are fitted to; until then commits are kept
+            raw.
+        stats_from
+            Take the stream headers from this session of the same model; for short sessions.
+        metadata
+            A JSON object to keep with the session.
+
+        Raises
+        ------
+        InvalidArgument
+            The name is taken or not a name, or an argument cannot be used.
+        IdentityMismatch
+            `stats_from` belongs to another model.
+        Locked, Full
+            See `Session.commit`.
+        """
+        keys.check_name(name)
+        if not isinstance(fit_tokens, int) or not 1 <= fit_tokens <= MAX_FIT_TOKENS:
+            raise InvalidArgument(f"fit_tokens {fit_tokens!r}: 1 to {MAX_FIT_TOKENS}")
+        metadata = dict(metadata or {})
+        canonical_json(metadata)
+        headers: dict[bytes, bytes] = {}
+        owner = new_owner()
+        if stats_from is not None:
+            codec, headers = self._take_headers(stats_from, model, codec, owner)
+        record = SessionRecord(
+            owner=owner,
+            model=model.digest,
+            n_tokens=0,
+            codecs=check_configs(codec if codec is not None else _default_codec()),
+            fit_tokens=fit_tokens,
+            streams=new_layout(model, block_tokens, stats_from is not None),
+            created=int(time.time()),
+            metadata=metadata,
+        )
+        lease = self._backend.lease(owner, name)
+        try:
+            self._publish(name, record, model, headers)
+            session = self._make_session(name, model, owner)
+            session._writer = self._writer(name, session._reader, lease)
+        except BaseException:
+            lease.release()
+            raise
+        return session
+
+    def session(self, name: str, expect: Model | None = None) -> Session:
+        """Return a stored session.
+
+        Parameters
+        ----------
+        name
+            Its name.
+        expect
+            The model it must belong to.
+
+        Raises
+        ------
+        NotFound
+            No session of this name.
+        IdentityMismatch
+            Stored for another model; names the first field that differs.
+        """
+        with self._read() as snapshot:
+            record = self._record(snapshot, name)
+            model = self._model(snapshot, record.model)
+        if expect is not None:
+            check_identity(model, expect, f"{self.path}: session {name!r}")
+        return self._make_session(name, model, record.owner)
+
+    def __contains__(self, name: str) -> bool:
+        with self._read() as snapshot:
+            return snapshot.get(keys.session_key(name)) is not None
+
+    def names(self) -> list[str]:
+        """Return the names of all sessions, in byte order."""
+        with self._read() as snapshot:
+            return [keys.parse(key).name or "" for key, _ in snapshot.scan(keys.SESSION)]
+
+    def sessions(self) -> list[SessionInfo]:
+        """Return what `Session.info` says of every session; costs a look at every frame."""
+        with self._read() as snapshot:
+            found = []
+            for key, _ in snapshot.scan(keys.SESSION):
+                name = keys.parse(key).name or ""
+                record = self._record(snapshot, name)
+                reader = Reader(
+                    self._model(snapshot, record.model),
+                    record.owner,
+                    f"{self.path}: session {name!r}",
+                )
+                found.append(session_info(snapshot, name, record, reader))
+            return found
+
+    def delete_session(self, name: str) -> None:
+        """Delete a session and all that belongs to it; its space is used again.
+
+        Raises
+        ------
+        NotFound
+            No session of this name.
+        Locked
+            It has an appender other than sessions of this archive object, which are closed.
+        """
+        with self._read() as snapshot:
+            owner = self._owner(snapshot, name)
+        for session in list(self._sessions):
+            if session.name == name:
+                session.close()
+        lease = self._backend.lease(owner, name)
+        try:
+            with self._backend.write(self._timeout) as transaction:
+                if self._owner(transaction, name) != owner:
+                    raise NotFound(f"{self.path}: session {name!r} was replaced meanwhile")
+                transaction.delete(keys.session_key(name))
+                delete_owned(transaction, owner)
+        finally:
+            lease.release()
+        self._records.pop(name, None)
+
+    def ingest(
+        self,
+        name: str,
+        source: Source,
+        *,
+        model: Model,
+        codec: CodecConfig | Mapping[Kind, CodecConfig] | None = None,
+        block_tokens: int | str = "auto",
+        fit_tokens: int = 128,
+        k_state: str = "pre",
+        token_ids: object = None,
+        metadata: Mapping[str, Any] | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Session:
+        """Store a whole session stream by stream, in constant memory. See `kvstore.ingest`."""
+        from .ingest import ingest
+
+        return ingest(
+            self,
+            name,
+            source,
+            model=model,
+            codecs=check_configs(codec if codec is not None else _default_codec()),
+            block_tokens=block_tokens,
+            fit_tokens=fit_tokens,
+            k_state=k_state,
+            token_ids=token_ids,
+            metadata=metadata,
+            progress=progress,
+        )
+
+    def gc(self) -> int:
+        """Remove what killed writers left behind, and return how many bytes that were.
+
+        Frames of sessions that were never published, and frames after the last commit of
+        sessions that nobody is appending to. Such leftovers are harmless and never read.
+
+        Raises
+        ------
+        Locked, Full
+            See `Session.commit`.
+        """
+        from .ingest import collect_garbage
+
+        return collect_garbage(self)
+
+    def verify(
+        self, *, decode: bool = False, progress: Callable[[int, int], None] | None = None
+    ) -> Report:
+        """Read and check everything. See `kvstore.verify`."""
+        from .verify import verify
+
+        return verify(self, decode=decode, progress=progress)
+
+    def info(self) -> ArchiveInfo:
+        """Return the sizes of the whole archive."""
+        sessions = self.sessions()
+        backend = self._backend.info()
+        return ArchiveInfo(
+            path=self.path,
+            backend=backend.kind,
+            writer=str(self._about.get("writer", "")),
+            created=int(self._about.get("created", 0)),
+            file_bytes=backend.file_bytes,
+            free_bytes=backend.free_bytes,
+            frame_bytes=sum(session.frame_bytes for session in sessions),
+            n_sessions=len(sessions),
+        )
+
+    def close(self) -> None:
+        """Close all sessions and the archive; what was not committed is lost."""
+        for session in list(self._sessions):
+            session.close()
+        self._backend.close()
+
+    def __enter__(self) -> Archive:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Archive {self.path!r} mode={self._mode!r}>"
+
+    def _begin(self) -> dict[str, Any]:
+        """Check the archive record; write it into an archive that is empty."""
+        with self._read() as snapshot:
+            value = snapshot.get(keys.ARCHIVE)
+            if value is not None:
+                return check_archive(value, self.path)
+            if next(snapshot.scan(b""), None) is not None:
+                raise Corrupt(f"{self.path}: not an archive of this project, or its record is lost")
+        if self._mode == "r":
+            raise NotFound(f"{self.path}: empty; open it with mode='a' to begin an archive")
+        with self._backend.write(self._timeout) as transaction:
+            if transaction.get(keys.ARCHIVE) is None:
+                transaction.put(keys.ARCHIVE, pack_archive(_writer_name(), int(time.time())))
+        return self._begin()
+
+    def _read(self) -> AbstractContextManager[Snapshot]:
+        return self._backend.read()
+
+    def _owner(self, snapshot: Snapshot, name: str) -> int:
+        return self._record(snapshot, name).owner
+
+    def _record(self, snapshot: Snapshot, name: str, owner: int | None = None) -> SessionRecord:
+        """Return a session's record as of `snapshot`; `owner` makes sure it is the same session."""
+        where = f"{self.path}: session {name!r}"
+        value = snapshot.get(keys.session_key(name))
+        if value is None:
+            raise NotFound(f"{where}: no such session")
+        data = bytes(value)
+        cached = self._records.get(name)
+        if cached is None or cached[0] != data:
+            model = self._model(snapshot, model_of(load_session(data, where), where))
+            cached = (data, unpack_session(data, model.streams(), where))
+            self._records[name] = cached
+        record = cached[1]
+        if owner is not None and record.owner != owner:
+            raise NotFound(f"{where}: deleted, and another one was created under its name")
+        return record
+
+    def _model(self, snapshot: Snapshot, digest: bytes) -> Model:
+        model = self._models.get(digest)
+        if model is None:
+            where = f"{self.path}: model {digest.hex()}"
+            value = snapshot.get(keys.identity_key(digest))
+            if value is None:
+                raise Corrupt(f"{where}: identity record missing")
+            model = self._models[digest] = unpack_identity(value, digest, where)
+        return model
+
+    def _make_session(self, name: str, model: Model, owner: int) -> Session:
+        session = Session(self, name, model, owner)
+        self._sessions.add(session)
+        return session
+
+    def _appender(self, name: str, reader: Reader) -> SessionWriter:
+        """Take a session's lease and return its appender."""
+        if self._mode == "r":
+            raise InvalidArgument(f"{self.path}: opened with mode='r'; use mode='a' to append")
+        lease = self._backend.lease(reader.owner, name)
+        try:
+            return self._writer(name, reader, lease)
+        except BaseException:
+            lease.release()
+            raise
+
+    def _writer(self, name: str, reader: Reader, lease: Lease) -> SessionWriter:
+        with self._read() as snapshot:
+            record = self._record(snapshot, name, reader.owner)
+            return SessionWriter(
+                self._backend, name, record, reader, snapshot, lease, self._timeout
+            )
+
+    def _publish(
+        self, name: str, record: SessionRecord, model: Model, values: Mapping[bytes, bytes]
+    ) -> None:
+        """Store a new session's record, and its model if that is new, in one transaction."""
+        key = keys.session_key(name)
+        with self._backend.write(self._timeout) as transaction:
+            if transaction.get(key) is not None:
+                raise InvalidArgument(f"{self.path}: session {name!r} exists already")
+            if transaction.get(keys.identity_key(record.model)) is None:
+                transaction.put(keys.identity_key(record.model), pack_identity(model))
+            for other, value in values.items():
+                transaction.put(other, value)
+            transaction.put(key, record.pack())
+
+    def _take_headers(
+        self,
+        stats_from: str | Session,
+        model: Model,
+        codec: CodecConfig | Mapping[Kind, CodecConfig] | None,
+        owner: int,
+    ) -> tuple[Mapping[Kind, CodecConfig], dict[bytes, bytes]]:
+        """Return the codecs and the stream headers of another session, under a new owner."""
+        name = stats_from if isinstance(stats_from, str) else stats_from.name
+        where = f"{self.path}: stats_from session {name!r}"
+        headers: dict[bytes, bytes] = {}
+        with self._read() as snapshot:
+            record = self._record(snapshot, name)
+            check_identity(self._model(snapshot, record.model), model, where)
+            configs = record.codecs if codec is None else check_configs(codec)
+            for (layer, kind), state in record.streams.items():
+                if not state.has_header:
+                    raise InvalidArgument(
+                        f"{where}: layer {layer} {kind} has no stream header yet; it needs "
+                        f"{record.fit_tokens} committed tokens"
+                    )
+                if codec_for(configs[kind]).number != codec_for(record.codecs[kind]).number:
+                    raise InvalidArgument(
+                        f"{where}: {kind} is coded with {record.codecs[kind].codec}, "
+                        f"not {configs[kind].codec}"
+                    )
+                value = snapshot.get(keys.stream_key(keys.HEADER, record.owner, layer, kind))
+                if value is None:
+                    raise Corrupt(f"{where}: layer {layer} {kind} header missing")
+                headers[keys.stream_key(keys.HEADER, owner, layer, kind)] = bytes(value)
+        return configs, headers
+
+
+def new_owner() -> int:
+    """Return a random id for the streams of a new session; never 0."""
+    return secrets.randbelow((1 << 64) - 1) + 1
+
+
+def delete_owned(transaction: Transaction, owner: int) -> int:
+    """Delete everything stored under an owner; return the bytes of the values."""
+    n_bytes = 0
+    for prefix in keys.OWNED:
+        found = [
+            (key, value.nbytes)
+            for key, value in transaction.scan(keys.owner_prefix(prefix, owner))
+        ]
+        for key, size in found:
+            transaction.delete(key)
+            n_bytes += size
+    return n_bytes
+
+
+def _default_codec() -> CodecConfig:
+    from kvcodecs.tkv1 import TKV1
+
+    return TKV1()
+
+
+def _writer_name() -> str:
+    try:
+        return f"kvstore {version('kvstore')}"
+    except PackageNotFoundError:
+        return "kvstore"

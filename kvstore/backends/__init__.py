@@ -1,0 +1,1 @@
+"""Backends: one module each; they never import each other. See `kvstore.backend`."""

@@ -1,0 +1,263 @@
+"""Archives in LMDB: one directory, one environment, one unnamed database.
+
+Reads are zero-copy views of the map. A write transaction is begun and ended by a thread of its
+own, since LMDB waits for its write lock without a time-out. FORMAT.md section 5.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import lmdb
+
+from kvcodecs._core import release_pages
+from kvcodecs.errors import Closed, InvalidArgument, Locked
+
+from ..backend import BackendInfo, Mode, Value
+from ..lease import FileLease, take_file_lease
+from ._environment import Environment, acquire, release, translate
+
+
+class _Snapshot:
+    """Reads of one LMDB transaction; unusable once it has ended."""
+
+    def __init__(self, txn: Any, where: str) -> None:
+        self._txn, self._where = txn, where
+
+    def get(self, key: bytes) -> memoryview | None:
+        try:
+            value: memoryview | None = self._txn.get(key)
+        except lmdb.Error as error:
+            raise translate(error, self._where) from error
+        return value
+
+    def scan(self, prefix: bytes) -> Iterator[tuple[bytes, memoryview]]:
+        try:
+            with self._txn.cursor() as cursor:
+                if not cursor.set_range(prefix):
+                    return
+                for key, value in cursor:
+                    name = bytes(key)
+                    if not name.startswith(prefix):
+                        return
+                    yield name, value
+        except lmdb.Error as error:
+            raise translate(error, self._where) from error
+
+
+    def release(self, view: memoryview) -> None:
+        release_pages(view)
+
+
+class _Transaction(_Snapshot):
+    def release(self, view: memoryview) -> None:
+        """Nothing: the view may be of a changed page, which is nowhere else."""
+
+    def put(self, key: bytes, value: Value) -> None:
+        try:
+            self._txn.put(key, value)
+        except lmdb.BadValsizeError as error:
+            raise InvalidArgument(f"{self._where}: key of {len(key)} bytes") from error
+        except lmdb.Error as error:
+            raise translate(error, self._where) from error
+
+    def delete(self, key: bytes) -> None:
+        try:
+            self._txn.delete(key)
+        except lmdb.Error as error:
+            raise translate(error, self._where) from error
+
+
+class _Writer(threading.Thread):
+    """Owns one write transaction: begins it, waits, commits or aborts.
+
+    LMDB wants all three from one thread; the puts may come from another while this one waits.
+    If the caller's patience ends first, the thread stays in line for the lock, and either is
+    taken over by the next caller or gives the lock back as soon as it has it.
+    """
+
+    def __init__(self, environment: Environment) -> None:
+        super().__init__(name="kvstore-writer", daemon=True)
+        self._environment = environment
+        self._lock = threading.Lock()
+        self._begun, self._finish, self._ended = (threading.Event() for _ in range(3))
+        self._wanted, self._gone, self._commit = True, False, False
+        self._txn: Any = None
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            txn = self._environment.env.begin(write=True, buffers=True)
+            with self._lock:
+                self._txn = txn if self._wanted else None
+                self._gone = not self._wanted
+            if self._gone:
+                txn.abort()
+                return
+            self._begun.set()
+            self._finish.wait()
+            if self._commit:
+                txn.commit()
+            else:
+                txn.abort()
+        except (lmdb.Error, MemoryError) as error:
+            self._error = error
+        finally:
+            with self._lock:
+                self._txn, self._gone = None, True
+                self._ended.set()
+            self._begun.set()
+            self._environment.leave()
+
+    def wait(self, timeout: float) -> Any:
+        """Return the transaction, None after `timeout` seconds; raises what ``begin`` did."""
+        self._begun.wait(timeout)
+        with self._lock:
+            self._wanted = self._txn is not None
+            if self._error is not None:
+                raise self._error
+            return self._txn
+
+    def take_over(self) -> bool:
+        """Want a transaction that another caller gave up on; False if it has gone already."""
+        with self._lock:
+            self._wanted = not self._gone
+            return self._wanted
+
+    def end(self, *, commit: bool) -> None:
+        """Commit or abort, and raise what that raised."""
+        self._commit = commit
+        self._finish.set()
+        self._ended.wait()
+        if self._error is not None:
+            raise self._error
+
+
+class LmdbBackend:
+    """An archive directory with ``data.mdb``, ``lock.mdb`` and ``leases/``.
+
+    Parameters
+    ----------
+    path
+        The directory.
+    mode
+        ``"r"`` creates nothing but, where LMDB needs it, its lock file.
+    map_size
+        Upper limit of the file in bytes; None for 1 TiB or what the process can map.
+    """
+
+    def __init__(self, path: str, mode: Mode, *, map_size: int | None = None) -> None:
+        self._path, self._directory = path, os.path.abspath(path)
+        self._read_only, self._closed = mode == "r", False
+        self._lock = threading.Lock()
+        self._environment = acquire(
+            self._directory, create=mode == "a", map_size=map_size, shown=path
+        )
+
+    @property
+    def path(self) -> str:
+        return self._path
+
+    @contextmanager
+    def read(self) -> Iterator[_Snapshot]:
+        txn = self._begin_read()
+        try:
+            yield _Snapshot(txn, self._path)
+        finally:
+            txn.abort()
+            self._environment.leave()
+
+    def _begin_read(self) -> Any:
+        self._check_open()
+        environment = self._environment
+        while True:
+            environment.enter()
+            try:
+                return environment.env.begin(buffers=True)
+            except lmdb.MapResizedError:
+                environment.leave()
+                environment.adopt_size()
+            except lmdb.Error as error:
+                environment.leave()
+                raise translate(error, self._path) from error
+
+    @contextmanager
+    def write(self, timeout: float) -> Iterator[_Transaction]:
+        self._check_open()
+        if self._read_only:
+            raise InvalidArgument(f"{self._path}: opened with mode='r'; use mode='a' to write")
+        deadline = time.monotonic() + max(timeout, 0.0)
+        environment = self._environment
+        if not environment.writer_lock.acquire(timeout=max(timeout, 0.0)):
+            raise self._locked(timeout)
+        try:
+            writer, txn = self._begin_write(environment, deadline, timeout)
+            try:
+                yield _Transaction(txn, self._path)
+            except BaseException:
+                writer.end(commit=False)
+                raise
+            try:
+                writer.end(commit=True)
+            except lmdb.Error as error:
+                raise translate(error, self._path) from error
+        finally:
+            environment.writer_lock.release()
+
+    def _begin_write(
+        self, environment: Environment, deadline: float, timeout: float
+    ) -> tuple[_Writer, Any]:
+        while True:
+            writer = environment.waiter
+            environment.waiter = None
+            if not isinstance(writer, _Writer) or not writer.take_over():
+                environment.enter()  # the writer leaves
+                writer = _Writer(environment)
+                writer.start()
+            try:
+                txn = writer.wait(max(deadline - time.monotonic(), 0.0))
+            except lmdb.MapResizedError:
+                environment.adopt_size()
+                continue
+            except lmdb.Error as error:
+                raise translate(error, self._path) from error
+            except BaseException:
+                # Interrupted (Ctrl-C): the lock must not stay with a thread nobody listens to.
+                if writer.wait(0.0) is not None:
+                    writer.end(commit=False)
+                environment.waiter = writer
+                raise
+            if txn is None:
+                environment.waiter = writer
+                raise self._locked(timeout)
+            return writer, txn
+
+    def lease(self, owner: int, name: str) -> FileLease:
+        self._check_open()
+        return take_file_lease(self._directory, owner, name)
+
+    def info(self) -> BackendInfo:
+        self._check_open()
+        file_bytes, free_bytes, n_entries = self._environment.sizes()
+        return BackendInfo("lmdb", file_bytes, free_bytes, n_entries)
+
+    def close(self) -> None:
+        with self._lock:
+            was_open, self._closed = not self._closed, True
+        if was_open:
+            release(self._environment)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Closed(f"{self._path}: the archive is closed")
+
+    def _locked(self, timeout: float) -> Locked:
+        return Locked(
+            f"{self._path}: another writer held the lock for {timeout:g} s; raise lock_timeout "
+            "or try again"
+        )

@@ -1,0 +1,322 @@
+"""What must match before stored KV may be reused: the model and how its KV is laid out.
+
+A `Model` is stored once per archive and distinct value, under the digest of its canonical JSON.
+FORMAT.md section 3.2.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from hashlib import blake2b
+from typing import Any, Final, Literal, TypeAlias
+
+import numpy as np
+
+from kvcodecs.errors import Corrupt, IdentityMismatch, InvalidArgument
+from kvcodecs.rope import Rope
+from kvcodecs.spec import KINDS, Kind, StreamSpec, float_dtype
+
+from .keys import DIGEST_BYTES
+
+#: A layer's rope: its own, none at all, or ``"model"`` for the model's.
+LayerRope: TypeAlias = Rope | Literal["model"] | None
+MAX_LAYERS: Final = 1 << 16
+_TEXTS: Final = ("name", "revision", "dtype", "layout", "shard", "salt")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """Geometry of one layer.
+
+    Parameters
+    ----------
+    heads
+        KV heads.
+    head_dim_k
+        Channels per K head; even.
+    head_dim_v
+        Channels per V head, or None where V is absent (as with latent attention).
+    window
+        Tokens that the layer attends to, or None. A layer with a window may start later than
+        the session: its first append may bring only the last tokens.
+    rope
+        ``"model"`` for the model's, None for a layer without one, or the layer's own.
+    """
+
+    heads: int
+    head_dim_k: int
+    head_dim_v: int | None
+    window: int | None = None
+    rope: LayerRope = "model"
+
+    def __post_init__(self) -> None:
+        if self.window is not None and self.window < 1:
+            raise InvalidArgument(f"window {self.window}: must be positive, or None")
+        if isinstance(self.rope, str) and self.rope != "model":
+            raise InvalidArgument(f"layer rope {self.rope!r}: a Rope, None or 'model'")
+
+    def head_dim(self, kind: Kind) -> int | None:
+        """Channels per head of K or V; None where V is absent."""
+        return self.head_dim_k if kind == "k" else self.head_dim_v
+
+
+@dataclass(frozen=True)
+class Model:
+    """Identity of the KV in a session.
+
+    Parameters
+    ----------
+    name
+        The model, for example ``"SmolLM2-135M"``.
+    layers
+        One `LayerSpec` each.
+    rope
+        Rotary embedding of the layers that do not say otherwise; None for models without.
+    revision, layout, shard, salt
+        Whatever else must be equal before KV is reused; free text, compared as it is.
+    dtype
+        What reads return by default: ``"float32"``, ``"float16"``, ``"bfloat16"``, or ``""``
+        for float32.
+
+    Raises
+    ------
+    InvalidArgument
+        A size that is zero, odd or too large, or a RoPE wider than a head.
+    """
+
+    name: str
+    layers: tuple[LayerSpec, ...]
+    rope: Rope | None = None
+    revision: str = ""
+    dtype: str = ""
+    layout: str = ""
+    shard: str = ""
+    salt: str = ""
+    _streams: dict[tuple[int, Kind], StreamSpec] = field(
+        init=False, repr=False, compare=False, hash=False, default_factory=dict
+    )
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layers", tuple(self.layers))
+        if not 1 <= len(self.layers) <= MAX_LAYERS:
+            raise InvalidArgument(f"model {self.name!r}: {len(self.layers)} layers")
+        for text in _TEXTS:
+            if not isinstance(getattr(self, text), str):
+                raise InvalidArgument(f"model {text} {getattr(self, text)!r}: expected a string")
+        if self.dtype:
+            float_dtype(self.dtype)
+        for index, layer in enumerate(self.layers):
+            for kind in KINDS:
+                head_dim = layer.head_dim(kind)
+                if head_dim is None:
+                    continue
+                rope = self.rope if isinstance(layer.rope, str) else layer.rope
+                try:
+                    spec = StreamSpec(kind, layer.heads, head_dim, rope if kind == "k" else None)
+                except InvalidArgument as error:
+                    raise InvalidArgument(f"layers[{index}] {kind}: {error}") from error
+                self._streams[index, kind] = spec
+
+    @classmethod
+    def uniform(
+        cls,
+        *,
+        name: str,
+        n_layers: int,
+        n_kv_heads: int,
+        head_dim: int,
+        rope: Rope | None = None,
+        head_dim_v: int | Literal["same"] | None = "same",
+        window: int | None = None,
+        revision: str = "",
+        dtype: str = "",
+        layout: str = "",
+        shard: str = "",
+        salt: str = "",
+    ) -> Model:
+        """Return a model whose layers are all alike; `head_dim_v` None means no V."""
+        layer = LayerSpec(
+            n_kv_heads, head_dim, head_dim if head_dim_v == "same" else head_dim_v, window
+        )
+        return cls(
+            name, (layer,) * n_layers, rope, revision, dtype, layout, shard, salt
+        )
+
+    @property
+    def n_layers(self) -> int:
+        return len(self.layers)
+
+    def streams(self) -> list[tuple[int, Kind]]:
+        """Return (layer, kind) of every stream, in order."""
+        return list(self._streams)
+
+    def stream(self, layer: int, kind: Kind) -> StreamSpec:
+        """Return the geometry of one stream.
+
+        Raises
+        ------
+        InvalidArgument
+            No such layer or kind.
+        """
+        spec = self._streams.get((layer, kind))
+        if spec is None:
+            if kind not in KINDS:
+                raise InvalidArgument(f"kind {kind!r}, expected 'k' or 'v'")
+            if not 0 <= layer < self.n_layers:
+                raise InvalidArgument(f"layer {layer}: the model has layers 0 to {self.n_layers - 1}")
+            raise InvalidArgument(f"layer {layer} has no V")
+        return spec
+
+    def has_stream(self, layer: int, kind: Kind) -> bool:
+        """Whether the layer has K or V; raises `InvalidArgument` for a layer out of range."""
+        self.stream(layer, "k")
+        return (layer, kind) in self._streams
+
+    def is_uniform(self, layers: Sequence[int], kind: Kind) -> bool:
+        """Whether these layers' streams of `kind` stack into one array."""
+        shapes = {
+            None if spec is None else (spec.heads, spec.head_dim)
+            for spec in (self._streams.get((layer, kind)) for layer in layers)
+        }
+        return len(shapes) == 1 and None not in shapes
+
+    def to_json(self) -> dict[str, object]:
+        """Return a JSON object; equal models give equal objects."""
+        ropes: list[Rope] = []
+        runs: list[list[object]] = []
+        for layer in self.layers:
+            rope: object = layer.rope
+            if isinstance(rope, Rope):
+                if rope not in ropes:
+                    ropes.append(rope)
+                rope = ropes.index(rope)
+            row: list[object] = [layer.heads, layer.head_dim_k, layer.head_dim_v]
+            row += [layer.window, rope]
+            if runs and runs[-1][1:] == row:
+                runs[-1][0] = int(str(runs[-1][0])) + 1
+            else:
+                runs.append([1, *row])
+        data: dict[str, object] = {"layers": runs}
+        data.update({text: getattr(self, text) for text in _TEXTS if getattr(self, text)})
+        if self.rope is not None:
+            data["rope"] = self.rope.to_json()
+        if ropes:
+            data["layer_ropes"] = [rope.to_json() for rope in ropes]
+        return data
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Model:
+        """Return what `to_json` described.
+
+        Raises
+        ------
+        Corrupt
+            A field is missing or malformed.
+        """
+        try:
+            ropes = [Rope.from_json(rope) for rope in data.get("layer_ropes", [])]
+            layers: list[LayerSpec] = []
+            for n, heads, head_dim_k, head_dim_v, window, rope in data["layers"]:
+                if not 1 <= n <= MAX_LAYERS - len(layers):
+                    raise Corrupt(f"model identity: a run of {n} layers")
+                own = ropes[rope] if isinstance(rope, int) else rope
+                layers += [LayerSpec(heads, head_dim_k, head_dim_v, window, own)] * n
+            rope = None if data.get("rope") is None else Rope.from_json(data["rope"])
+            texts = {text: data.get(text, "") for text in _TEXTS}
+            return cls(layers=tuple(layers), rope=rope, **texts)
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            raise Corrupt(f"model identity: {error!r}") from error
+
+    @cached_property
+    def digest(self) -> bytes:
+        """Content address: BLAKE2b of the canonical JSON."""
+        return blake2b(canonical_json(self.to_json()), digest_size=DIGEST_BYTES).digest()
+
+
+def canonical_json(data: object) -> bytes:
+    """Return compact JSON with sorted keys.
+
+    Raises
+    ------
+    InvalidArgument
+        `data` holds something that JSON cannot.
+    """
+    try:
+        text = json.dumps(
+            data, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+        )
+        return text.encode("utf-8")
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidArgument(f"not JSON: {error}") from error
+
+
+def check_identity(found: Model, expected: Model, where: str) -> None:
+    """Check that a stored model is the expected one.
+
+    Raises
+    ------
+    IdentityMismatch
+        Names the first field that differs.
+    """
+    difference = _difference(found, expected)
+    if difference is not None:
+        name, have, want = difference
+        raise IdentityMismatch(
+            f"{where}: stored for another model: {name} is {have!r}, expected {want!r}",
+            field=name,
+            expected=want,
+            found=have,
+        )
+
+
+def _difference(found: Model, expected: Model) -> tuple[str, object, object] | None:
+    for text in ("name", "revision"):
+        have, want = getattr(found, text), getattr(expected, text)
+        if have != want:
+            return text, have, want
+    difference = _rope_difference("rope", found.rope, expected.rope)
+    if difference is not None:
+        return difference
+    if found.n_layers != expected.n_layers:
+        return "n_layers", found.n_layers, expected.n_layers
+    for index, (mine, theirs) in enumerate(zip(found.layers, expected.layers, strict=True)):
+        for part in fields(LayerSpec):
+            name = f"layers[{index}].{part.name}"
+            have, want = getattr(mine, part.name), getattr(theirs, part.name)
+            if part.name == "rope":
+                difference = _rope_difference(name, have, want)
+                if difference is not None:
+                    return difference
+            elif have != want:
+                return name, have, want
+    for text in ("dtype", "layout", "shard", "salt"):
+        have, want = getattr(found, text), getattr(expected, text)
+        if have != want:
+            return text, have, want
+    return None
+
+
+def _rope_difference(
+    name: str, found: LayerRope, expected: LayerRope
+) -> tuple[str, object, object] | None:
+    if not (isinstance(found, Rope) and isinstance(expected, Rope)):
+        return None if found == expected else (name, found, expected)
+    if found.n_pairs != expected.n_pairs:
+        return f"{name}.n_pairs", found.n_pairs, expected.n_pairs
+    unequal = np.flatnonzero(
+        found.inv_freq.view(np.uint32) != expected.inv_freq.view(np.uint32)
+    )
+    if unequal.size:
+        i = int(unequal[0])
+        have, want = float(found.inv_freq[i]), float(expected.inv_freq[i])
+        return f"{name}.inv_freq", f"{have!r} at index {i}", f"{want!r} at index {i}"
+    if found.style != expected.style:
+        return f"{name}.style", found.style, expected.style
+    if found.scaling != expected.scaling:
+        return f"{name}.scaling", found.scaling, expected.scaling
+    return None
+
+

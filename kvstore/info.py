@@ -1,0 +1,250 @@
+"""What an archive says about its sessions: sizes, rates and measured errors, without decoding.
+
+Every byte is counted: frames with their headers, stream headers, records, token ids, and keys.
+The identity record is shared by the sessions of a model and counted in the archive alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvcodecs.frame import HEADER_BYTES, ErrorStats, FrameHeader
+from kvcodecs.spec import Kind
+
+from . import keys
+from .backend import Snapshot
+from .identity import Model
+from .reader import Reader, all_pieces
+from .records import CHUNK_TOKENS, SessionRecord
+
+_FP16_BITS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class StreamInfo:
+    """One stream: geometry, layout, sizes in bytes, error in the coded domain.
+
+    Attributes
+    ----------
+    start_token
+        First position that the stream has.
+    n_head_tokens
+        Tokens that are read from the raw head.
+    step
+        The quantiser's step; None when lossless or while there is no stream header.
+    frame_bytes, payload_bytes
+        Frames with and without their headers.
+    header_bytes
+        The stream header.
+    error
+        Measured when the values were coded; NaN when unknown.
+    """
+
+    layer: int
+    kind: Kind
+    heads: int
+    head_dim: int
+    codec: str
+    step: float | None
+    start_token: int
+    n_tokens: int
+    n_head_tokens: int
+    block_tokens: int
+    n_frames: int
+    frame_bytes: int
+    payload_bytes: int
+    header_bytes: int
+    key_bytes: int
+    error: ErrorStats
+
+    @property
+    def n_values(self) -> int:
+        return (self.n_tokens - self.start_token) * self.heads * self.head_dim
+
+    @property
+    def total_bytes(self) -> int:
+        return self.frame_bytes + self.header_bytes + self.key_bytes
+
+    @property
+    def bits_per_value(self) -> float:
+        """NaN for a stream without tokens."""
+        return 8 * self.total_bytes / self.n_values if self.n_values > 0 else math.nan
+
+
+@dataclass(frozen=True, slots=True)
+class SessionInfo:
+    """One session.
+
+    Attributes
+    ----------
+    codecs
+        Configuration of each kind, as JSON.
+    created
+        Unix time, seconds.
+    k_state
+        ``"post"`` if any K was given after RoPE.
+    record_bytes
+        Session record and token ids, with their keys.
+    """
+
+    name: str
+    model: Model
+    n_tokens: int
+    has_token_ids: bool
+    k_state: str
+    codecs: Mapping[Kind, Mapping[str, object]]
+    created: int
+    metadata: Mapping[str, Any]
+    record_bytes: int
+    streams: tuple[StreamInfo, ...]
+
+    @property
+    def n_values(self) -> int:
+        return sum(stream.n_values for stream in self.streams)
+
+    @property
+    def n_frames(self) -> int:
+        return sum(stream.n_frames for stream in self.streams)
+
+    @property
+    def frame_bytes(self) -> int:
+        return sum(stream.frame_bytes for stream in self.streams)
+
+    @property
+    def payload_bytes(self) -> int:
+        return sum(stream.payload_bytes for stream in self.streams)
+
+    @property
+    def header_bytes(self) -> int:
+        return sum(stream.header_bytes for stream in self.streams)
+
+    @property
+    def total_bytes(self) -> int:
+        """Everything stored for this session alone."""
+        return self.record_bytes + sum(stream.total_bytes for stream in self.streams)
+
+    @property
+    def bits_per_value(self) -> float:
+        """Of all stored bytes; NaN without tokens."""
+        return 8 * self.total_bytes / self.n_values if self.n_values else math.nan
+
+    @property
+    def ratio_fp16(self) -> float:
+        """How many times smaller than float16; NaN without tokens."""
+        return _FP16_BITS / self.bits_per_value
+
+    @property
+    def error(self) -> ErrorStats:
+        """Measured error of all streams, coded domain."""
+        merged = ErrorStats.none()
+        for stream in self.streams:
+            merged = merged.merge(stream.error)
+        return merged
+
+
+@dataclass(frozen=True, slots=True)
+class ArchiveInfo:
+    """A whole archive.
+
+    Attributes
+    ----------
+    file_bytes, free_bytes
+        The data file, and the part of it that will be used again before it grows.
+    frame_bytes
+        Frames of all sessions.
+    """
+
+    path: str
+    backend: str
+    writer: str
+    created: int
+    file_bytes: int
+    free_bytes: int
+    frame_bytes: int
+    n_sessions: int
+
+    @property
+    def overhead(self) -> float:
+        """File bytes over frame bytes; NaN without frames."""
+        return self.file_bytes / self.frame_bytes if self.frame_bytes else math.nan
+
+
+def session_info(
+    snapshot: Snapshot, name: str, record: SessionRecord, reader: Reader
+) -> SessionInfo:
+    """Describe a session from its record, stream headers and frame headers.
+
+    Raises
+    ------
+    Truncated, Corrupt, Unsupported
+        A header or frame header is missing or damaged; payloads are not looked at.
+    """
+    streams = tuple(
+        _stream_info(snapshot, record, reader, layer, kind) for layer, kind in record.streams
+    )
+    n_bytes = _stored(snapshot, keys.session_key(name))
+    if record.has_ids:
+        for chunk in range(-(-record.n_tokens // CHUNK_TOKENS)):
+            n_bytes += _stored(snapshot, keys.tokens_key(record.owner, chunk))
+    return SessionInfo(
+        name=name,
+        model=reader.model,
+        n_tokens=record.n_tokens,
+        has_token_ids=record.has_ids,
+        k_state="post" if record.post else "pre",
+        codecs={kind: config.to_json() for kind, config in record.codecs.items()},
+        created=record.created,
+        metadata=record.metadata,
+        record_bytes=n_bytes,
+        streams=streams,
+    )
+
+
+def _stream_info(
+    snapshot: Snapshot, record: SessionRecord, reader: Reader, layer: int, kind: Kind
+) -> StreamInfo:
+    spec = reader.model.stream(layer, kind)
+    state = record.streams[layer, kind]
+    codec, step, header_bytes, key_bytes = record.codecs[kind].codec, None, 0, 0
+    if state.has_header:
+        coding = reader.coding(snapshot, layer, kind)
+        codec, step = coding.codec.name, coding.codec.step(coding.params)
+        key = keys.stream_key(keys.HEADER, record.owner, layer, kind)
+        key_bytes += len(key)
+        header_bytes = _stored(snapshot, key) - len(key)
+    n_frames = frame_bytes = 0
+    error = ErrorStats.none()
+    for piece in all_pieces(record.owner, layer, kind, state, record.n_tokens):
+        value = snapshot.get(piece.key)
+        where = f"{reader.where} {piece.name}"
+        head = FrameHeader.unpack(value if value is not None else b"", where)
+        error = error.merge(head.error)
+        n_frames += 1
+        key_bytes += len(piece.key)
+        frame_bytes += HEADER_BYTES + head.payload_bytes
+    return StreamInfo(
+        layer=layer,
+        kind=kind,
+        heads=spec.heads,
+        head_dim=spec.head_dim,
+        codec=codec,
+        step=step,
+        start_token=state.start,
+        n_tokens=record.n_tokens,
+        n_head_tokens=state.n_head,
+        block_tokens=state.block_tokens,
+        n_frames=n_frames,
+        frame_bytes=frame_bytes,
+        payload_bytes=frame_bytes - n_frames * HEADER_BYTES,
+        header_bytes=header_bytes,
+        key_bytes=key_bytes,
+        error=error,
+    )
+
+
+def _stored(snapshot: Snapshot, key: bytes) -> int:
+    value = snapshot.get(key)
+    return 0 if value is None else len(key) + value.nbytes

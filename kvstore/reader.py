@@ -1,0 +1,364 @@
+"""From a token range to values: which frames cover it, are they what they should be, decode.
+
+Every frame of a range is checked before the first output byte is written. The cost depends on
+the range alone: frames are found by key, never by searching. FORMAT.md sections 4 and 6.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcodecs.codec import BlockCodec, codec_by_number
+from kvcodecs.errors import Corrupt, InvalidArgument
+from kvcodecs.frame import (
+    ErrorStats,
+    FrameHeader,
+    header_tag,
+    open_frame,
+    open_record,
+)
+from kvcodecs.plan import Plan
+from kvcodecs.raw import Raw
+from kvcodecs.rope import Rope, RopeTable, to_coded
+from kvcodecs.spec import F32, Kind, KState, StreamSpec
+
+from . import keys
+from .backend import Snapshot
+from .identity import Model
+from .records import HEADER_MAGIC, SessionRecord, StreamState
+
+# Mapped pages count as memory once touched: beyond this they are let go piece by piece.
+_BATCH_BYTES: Final = 12 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Coding:
+    """How a stream's frames are decoded: its codec and header, or raw for its head."""
+
+    codec: BlockCodec
+    params: Any
+    tag: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One stored frame of a stream.
+
+    Attributes
+    ----------
+    key
+        Where it is.
+    raw
+        Whether it is the head, stored raw.
+    first_token, n_tokens
+        What it holds.
+    start, stop
+        The part of it that is read; after a raw head, the first block's is not all of it.
+    name
+        ``"layer 3 k block 7"`` and the like.
+    """
+
+    key: bytes
+    raw: bool
+    first_token: int
+    n_tokens: int
+    start: int
+    stop: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Tokens ``[start, stop)`` of one stream, and the output for them."""
+
+    layer: int
+    kind: Kind
+    start: int
+    stop: int
+    out: npt.NDArray[Any]
+
+
+def pieces(
+    owner: int, layer: int, kind: Kind, state: StreamState, n_tokens: int, start: int, stop: int
+) -> Iterator[Piece]:
+    """Yield the frames that cover committed tokens ``[start, stop)`` of a stream, in order.
+
+    Parameters
+    ----------
+    state, n_tokens
+        Layout and committed tokens, from the session record.
+    """
+    name = f"layer {layer} {kind}"
+    head_stop = state.start + state.n_head
+    if start < min(stop, head_stop):
+        yield Piece(
+            keys.stream_key(keys.HEAD, owner, layer, kind),
+            True,
+            state.start,
+            state.n_head,
+            start,
+            min(stop, head_stop),
+            f"{name} head",
+        )
+    at = max(start, head_stop)
+    while at < stop:
+        block = (at - state.start) // state.block_tokens
+        first = state.start + block * state.block_tokens
+        n_block = min(state.block_tokens, n_tokens - first)
+        sealed = n_block == state.block_tokens
+        key = (
+            keys.frame_key(owner, layer, kind, block)
+            if sealed
+            else keys.stream_key(keys.TAIL, owner, layer, kind)
+        )
+        until = min(stop, first + n_block)
+        what = f"block {block}" if sealed else f"tail (block {block})"
+        yield Piece(key, False, first, n_block, at, until, f"{name} {what}")
+        at = until
+
+
+def all_pieces(
+    owner: int, layer: int, kind: Kind, state: StreamState, n_tokens: int
+) -> list[Piece]:
+    """Return every frame that a stream must have: the head, and all blocks behind its header."""
+    found = list(pieces(owner, layer, kind, state, n_tokens, state.start, n_tokens))
+    if state.n_head and state.has_header:
+        # Readers take the first tokens from the head, yet blocks hold them too.
+        blocks = StreamState(state.block_tokens, state.start, 0, True)
+        found = found[:1] + list(
+            pieces(owner, layer, kind, blocks, n_tokens, state.start, n_tokens)
+        )
+    return found
+
+
+class Reader:
+    """Reads streams of one session. Safe to use from many threads.
+
+    Parameters
+    ----------
+    model
+        The session's.
+    owner
+        Under which its frames are stored.
+    where
+        Prefix of error messages: archive and session.
+    """
+
+    def __init__(self, model: Model, owner: int, where: str) -> None:
+        self.model, self.owner, self.where = model, owner, where
+        # Headers are fixed once, so what was read stays true.
+        self._codings: dict[tuple[int, Kind], Coding] = {}
+        self._raw: dict[StreamSpec, Coding] = {}
+
+    def coding(self, snapshot: Snapshot, layer: int, kind: Kind) -> Coding:
+        """Return how the blocks of a stream with a header are decoded."""
+        found = self._codings.get((layer, kind))
+        if found is None:
+            number, header = self.header(snapshot, layer, kind)
+            codec = codec_by_number(number)
+            params = codec.unpack(self.model.stream(layer, kind), header)
+            found = Coding(codec, params, header_tag(header))
+            self._codings[layer, kind] = found
+        return found
+
+    def header(self, snapshot: Snapshot, layer: int, kind: Kind) -> tuple[int, bytes]:
+        """Return codec number and header of a stream; a copy."""
+        where = f"{self.where} layer {layer} {kind} header"
+        value = snapshot.get(keys.stream_key(keys.HEADER, self.owner, layer, kind))
+        if value is None:
+            raise Corrupt(f"{where}: missing")
+        body = bytes(open_record(HEADER_MAGIC, value, where))
+        if not body:
+            raise Corrupt(f"{where}: empty")
+        return body[0], body[1:]
+
+    def open(
+        self, snapshot: Snapshot, piece: Piece, layer: int, kind: Kind
+    ) -> tuple[Coding, FrameHeader, memoryview]:
+        """Return a checked frame: coding, header and a view of the payload.
+
+        Raises
+        ------
+        Truncated, Corrupt, Unsupported
+            The frame is missing, damaged, or not the one that belongs here.
+        """
+        where = f"{self.where} {piece.name}"
+        value = snapshot.get(piece.key)
+        if value is None:
+            raise Corrupt(f"{where}: missing; the archive has lost a frame")
+        header, payload = open_frame(value, where)
+        coding = self._coding_of(snapshot, piece, layer, kind)
+        for what, found, expected in (
+            ("owner", header.owner, self.owner),
+            ("layer", header.layer, layer),
+            ("kind", header.kind, kind),
+            ("first token", header.first_token, piece.first_token),
+            ("number of tokens", header.n_tokens, piece.n_tokens),
+            ("codec", header.codec, coding.codec.number),
+            ("stream header tag", header.header_tag, coding.tag),
+        ):
+            if found != expected:
+                raise Corrupt(
+                    f"{where}: another frame is stored here: {what} {found}, expected {expected}"
+                )
+        return coding, header, payload
+
+    def read(
+        self,
+        snapshot: Snapshot,
+        record: SessionRecord,
+        requests: Sequence[Request],
+        k_state: KState,
+        n_threads: int | None,
+    ) -> None:
+        """Check every frame of the requests, then decode them into their outputs.
+
+        Raises
+        ------
+        Truncated, Corrupt, Unsupported
+            Found while checking: outputs are untouched. A payload that passes its checksum and
+            still does not decode leaves them undefined.
+        InvalidArgument
+            A value beyond the range of a float16 output.
+        """
+        todo = [
+            (request, piece)
+            for request in requests
+            for piece in pieces(
+                self.owner,
+                request.layer,
+                request.kind,
+                record.streams[request.layer, request.kind],
+                record.n_tokens,
+                request.start,
+                request.stop,
+            )
+        ]
+        batches: list[list[tuple[Request, Piece, Coding, memoryview]]] = [[]]
+        n_batch = n_all = 0
+        for request, piece in todo:
+            coding, _, payload = self.open(snapshot, piece, request.layer, request.kind)
+            if n_batch and n_batch + payload.nbytes > _BATCH_BYTES:
+                _let_go(snapshot, batches[-1])
+                batches.append([])
+                n_batch = 0
+            batches[-1].append((request, piece, coding, payload))
+            n_batch += payload.nbytes
+            n_all += payload.nbytes
+        many = len(batches) > 1
+        if many:
+            _let_go(snapshot, batches[-1])
+        tables: dict[tuple[Rope, int, int], RopeTable] = {}
+        for batch in batches:
+            plan = Plan()
+            for request, piece, coding, payload in batch:
+                rope = coding.params.spec.rope if k_state == "post" else None
+                table = None
+                if rope is not None:
+                    span = (rope, request.start, request.stop)
+                    table = tables.get(span) or rope.table(request.start, request.stop)
+                    tables[span] = table
+                lo, hi = piece.start - request.start, piece.stop - request.start
+                plan.add(
+                    coding.codec,
+                    coding.params,
+                    payload,
+                    first_token=piece.first_token,
+                    n_tokens=piece.n_tokens,
+                    start=piece.start,
+                    stop=piece.stop,
+                    out=request.out[:, lo:hi],
+                    rope=table,
+                    where=f"{self.where} {piece.name}",
+                )
+            plan.run(n_threads)
+            if many:
+                _let_go(snapshot, batch)
+
+    def decode(
+        self, snapshot: Snapshot, piece: Piece, layer: int, kind: Kind
+    ) -> tuple[F32, ErrorStats, str]:
+        """Decode one whole frame to the coded domain.
+
+        Returns
+        -------
+        coded : (heads, n_tokens, head_dim) float32
+        error
+            As measured when it was coded.
+        dtype
+            What a raw frame stores its values in; "float32" for others.
+        """
+        coding, header, payload = self.open(snapshot, piece, layer, kind)
+        spec = coding.params.spec
+        out = np.empty((spec.heads, piece.n_tokens, spec.head_dim), np.float32)
+        plan = Plan()
+        plan.add(
+            coding.codec,
+            coding.params,
+            payload,
+            first_token=piece.first_token,
+            n_tokens=piece.n_tokens,
+            start=piece.first_token,
+            stop=piece.first_token + piece.n_tokens,
+            out=out,
+            where=f"{self.where} {piece.name}",
+        )
+        plan.run(1)
+        dtype = "float32"
+        if piece.raw:
+            dtype = codec_by_number(0).unpack(spec, bytes(payload[:1])).dtype.name
+        return to_coded(out, spec, "pre"), header.error, dtype
+
+    def _coding_of(self, snapshot: Snapshot, piece: Piece, layer: int, kind: Kind) -> Coding:
+        if not piece.raw:
+            return self.coding(snapshot, layer, kind)
+        spec = self.model.stream(layer, kind)
+        if spec not in self._raw:
+            codec = codec_by_number(0)
+            self._raw[spec] = Coding(codec, codec.fit(Raw(), spec, lambda: ()), 0)
+        return self._raw[spec]
+
+
+def _let_go(
+    snapshot: Snapshot, batch: Sequence[tuple[Request, Piece, Coding, memoryview]]
+) -> None:
+    for *_, payload in batch:
+        snapshot.release(payload)
+
+
+def check_range(
+    record: SessionRecord,
+    layer: int,
+    kind: Kind,
+    start: int,
+    stop: int | None,
+    where: str,
+    n_appended: int | None = None,
+) -> tuple[int, int]:
+    """Return a token range that can be read.
+
+    Raises
+    ------
+    InvalidArgument
+        Not a range, or beyond what is committed, or before the stream's first token.
+    """
+    n = record.n_tokens
+    stop = n if stop is None else stop
+    what = f"{where} layer {layer} {kind}: tokens [{start}, {stop})"
+    if not 0 <= start <= stop:
+        raise InvalidArgument(f"{what} are not a range")
+    if stop > n:
+        more = ""
+        if n_appended is not None and n_appended > n:
+            more = f" of {n_appended} appended; commit first"
+        raise InvalidArgument(f"{what}: {n} tokens are committed{more}")
+    first = record.streams[layer, kind].start
+    if start < min(first, stop):
+        raise InvalidArgument(f"{what}: this layer has a window and starts at token {first}")
+    return start, stop
+

@@ -1,0 +1,331 @@
+"""One stream being written: tokens in, frames out, nothing stored here.
+
+A stream passes through two stages. Until its header is fixed, tokens wait, and a commit keeps
+them raw (the *head*). Once the header is fixed they are coded block by block; the head that was
+committed before stays where it is and is what readers see, so no committed value ever changes.
+FORMAT.md section 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from kvcodecs.codec import BlockEncoder, Chunks, CodecConfig, codec_by_number, codec_for
+from kvcodecs.errors import InvalidArgument
+from kvcodecs.frame import ErrorStats, header_tag, pack_frame, seal_record
+from kvcodecs.raw import Raw
+from kvcodecs.spec import F32, Kind, KState, StreamSpec
+
+from . import keys
+from .records import HEADER_MAGIC, StreamState
+
+Put = tuple[bytes, bytes | None]  # None deletes
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Tokens that were checked and can be pushed without failing.
+
+    Attributes
+    ----------
+    chunks
+        The new tokens, coded domain; can be iterated again.
+    n_tokens
+        How many.
+    params
+        What the header will be fixed to, if these tokens make it due.
+    dtype
+        Name of a dtype that holds every value exactly.
+    post
+        Whether the values were taken after RoPE.
+    """
+
+    chunks: Chunks
+    n_tokens: int
+    params: Any
+    dtype: str
+    post: bool
+
+
+class StreamWriter:
+    """Appends to one stream.
+
+    Parameters
+    ----------
+    owner, layer, kind
+        Where the stream's frames go.
+    spec
+        Geometry.
+    config
+        What the user asks of the codec.
+    fit_tokens
+        Fewest tokens that a header is fitted to.
+    state
+        Layout as committed; a new stream has no tokens and perhaps a header.
+    where
+        Prefix of error messages, ``"layer 3 k"``.
+    """
+
+    def __init__(
+        self,
+        owner: int,
+        layer: int,
+        kind: Kind,
+        spec: StreamSpec,
+        config: CodecConfig,
+        fit_tokens: int,
+        state: StreamState,
+        where: str,
+    ) -> None:
+        self.owner, self.layer, self.kind, self.spec = owner, layer, kind, spec
+        self.where = where
+        self.end = state.start
+        self._config, self._fit_tokens = config, fit_tokens
+        self._codec = codec_for(config)
+        self._state = state
+        self._raw = codec_by_number(0)
+        # Before the header is fixed.
+        self._waiting: list[F32] = []
+        self._dtype: str | None = None
+        self._post = False
+        # After.
+        self._params: Any = None
+        self._header = b""
+        self._tag = 0
+        self._encoder: BlockEncoder | None = None
+        self._block = 0
+        self._sealed: list[tuple[int, bytes]] = []
+        self._header_stored = self._tail_stored = False
+        self._dirty = False
+
+    @property
+    def state(self) -> StreamState:
+        """Layout that the next commit makes true."""
+        n_head = self._state.n_head
+        if self._params is None:
+            n_head = self.end - self._state.start
+        return replace(self._state, n_head=n_head, has_header=self._params is not None)
+
+    @property
+    def sealed_bytes(self) -> int:
+        """Bytes of sealed frames that wait to be stored."""
+        return sum(len(frame) for _, frame in self._sealed)
+
+    def resume_header(self, codec_number: int, header: bytes) -> None:
+        """Go on with a stored header; the layout says where."""
+        self._codec = codec_by_number(codec_number)
+        self._fix(self._codec.unpack(self.spec, header), header)
+        self._header_stored = True
+
+    def resume_head(self, coded: F32, dtype: str, *, post: bool) -> None:
+        """Go on with the committed tokens of a stream without header, and their stored dtype."""
+        self._waiting, self._dtype, self._post = [coded], dtype, post
+        self.end = self._state.start + coded.shape[1]
+
+    def resume_blocks(self, n_sealed: int, tail: F32 | None, error: ErrorStats) -> None:
+        """Go on after `n_sealed` blocks with the decoded tail and its measured error."""
+        self._block = n_sealed
+        self.end = self._state.start + n_sealed * self._state.block_tokens
+        if tail is not None:
+            self._push(tail)
+            if self._encoder is not None:
+                self._encoder.resume(error)
+        self._tail_stored, self._dirty = tail is not None, False
+
+    def begin_at(self, start: int) -> None:
+        """Set the position of the first token of a stream that has none yet."""
+        self._state = replace(self._state, start=start)
+        self.end = start
+
+    def prepare(self, chunks: Chunks, n_tokens: int, k_state: KState, dtype: str) -> Prepared:
+        """Check new tokens, and fit the header if they make it due; changes nothing.
+
+        Parameters
+        ----------
+        chunks
+            Called for each pass: successive chunks of the coded domain, from position `end`.
+        n_tokens
+            Tokens in all chunks.
+        k_state, dtype
+            How the values were given.
+
+        Raises
+        ------
+        InvalidArgument
+            A value that cannot be stored; names layer, kind, head, token and channel.
+        """
+        post = k_state == "post" and self.spec.rope is not None
+        if post or dtype == "float64":
+            dtype = "float32"
+        prepared = Prepared(chunks, n_tokens, None, dtype, post)
+        if n_tokens == 0:
+            return prepared
+        with _named(self.where):
+            if self._params is not None:
+                self._check(self._params, chunks(), self.end)
+                return prepared
+            as_is = self._raw.fit(Raw(), self.spec, chunks)
+            position = self.end
+            for chunk in chunks():
+                self._raw.check(as_is, chunk, position)
+                position += chunk.shape[1]
+            n_waiting = self.end - self._state.start + n_tokens
+            if n_waiting < max(self._state.block_tokens, self._fit_tokens):
+                return prepared
+            params = self._fit(lambda: self._all(chunks()), post or self._post)
+        return replace(prepared, params=params)
+
+    def push(self, prepared: Prepared, on_seal: Callable[[], None] | None = None) -> None:
+        """Append prepared tokens; `on_seal` is called after each sealed block."""
+        if prepared.n_tokens == 0:
+            return
+        self._dirty = True
+        if self._params is None and prepared.params is None:
+            self._waiting += [np.array(chunk) for chunk in prepared.chunks()]
+            self.end += prepared.n_tokens
+            # Two dtypes meet in float32, which holds every value of either.
+            same = self._dtype in (None, prepared.dtype)
+            self._dtype = prepared.dtype if same else "float32"
+            self._post = self._post or prepared.post
+            return
+        if self._params is None:
+            self._fix(prepared.params, self._codec.pack(prepared.params))
+        for chunk in prepared.chunks():
+            self._push(chunk, on_seal)
+
+    def fix_if_due(self) -> None:
+        """Fix the header before a commit, once there are `fit_tokens` tokens.
+
+        Raises
+        ------
+        InvalidArgument
+            The values cannot be coded as the configuration asks; nothing is changed.
+        """
+        n_waiting = self.end - self._state.start
+        if self._params is not None or n_waiting < self._fit_tokens:
+            return
+        with _named(self.where):
+            params = self._fit(lambda: self._all(()), self._post)
+        self._fix(params, self._codec.pack(params))
+
+    def take_sealed(self) -> list[Put]:
+        """Return the frames that wait to be stored; `sealed_stored` forgets them."""
+        return [
+            (keys.frame_key(self.owner, self.layer, self.kind, block), frame)
+            for block, frame in self._sealed
+        ]
+
+    def sealed_stored(self) -> None:
+        """Note that what `take_sealed` returned is stored."""
+        self._sealed = []
+
+    def puts(self) -> Iterator[Put]:
+        """Yield what a commit has to store, besides the session record."""
+        if not self._dirty:
+            return
+        if self._params is None:
+            yield self._key(keys.HEAD), self._head_frame()
+            return
+        if not self._header_stored:
+            body = bytes([self._codec.number]) + self._header
+            yield self._key(keys.HEADER), seal_record(HEADER_MAGIC, body)
+        yield from self.take_sealed()
+        if self._encoder is not None:
+            yield self._key(keys.TAIL), self._block_frame(self._encoder)
+        elif self._tail_stored:
+            yield self._key(keys.TAIL), None
+
+    def committed(self) -> None:
+        """Note that what `puts` yielded is durable."""
+        self._state = self.state
+        self._header_stored = self._params is not None
+        self._tail_stored = self._encoder is not None
+        self._sealed = []
+        self._dirty = False
+
+    def _all(self, new: Iterable[F32]) -> Iterator[F32]:
+        yield from self._waiting
+        yield from new
+
+    def _fit(self, chunks: Chunks, post: bool) -> Any:
+        params = self._codec.fit(self._config, self.spec, chunks, "post" if post else "pre")
+        self._check(params, chunks(), self._state.start)
+        return params
+
+    def _check(self, params: Any, chunks: Iterable[F32], position: int) -> None:
+        for chunk in chunks:
+            self._codec.check(params, chunk, position)
+            position += chunk.shape[1]
+
+    def _fix(self, params: Any, header: bytes) -> None:
+        self._params, self._header, self._tag = params, header, header_tag(header)
+        waiting, self._waiting, self.end = self._waiting, [], self._state.start
+        for chunk in waiting:
+            self._push(chunk)
+
+    def _push(self, chunk: F32, on_seal: Callable[[], None] | None = None) -> None:
+        block_tokens, at = self._state.block_tokens, 0
+        while at < chunk.shape[1]:
+            if self._encoder is None:
+                self._encoder = self._codec.encoder(self._params, self.end)
+            room = block_tokens - self._encoder.n_tokens
+            part = np.ascontiguousarray(chunk[:, at : at + room])
+            self._encoder.push(part)
+            at += part.shape[1]
+            self.end += part.shape[1]
+            if self._encoder.n_tokens == block_tokens:
+                self._sealed.append((self._block, self._block_frame(self._encoder)))
+                self._block, self._encoder = self._block + 1, None
+                if on_seal is not None:
+                    on_seal()
+
+    def _key(self, prefix: bytes) -> bytes:
+        return keys.stream_key(prefix, self.owner, self.layer, self.kind)
+
+    def _block_frame(self, encoder: BlockEncoder) -> bytes:
+        return pack_frame(
+            codec=self._codec.number,
+            kind=self.kind,
+            owner=self.owner,
+            layer=self.layer,
+            first_token=self._state.start + self._block * self._state.block_tokens,
+            n_tokens=encoder.n_tokens,
+            payload=encoder.payload(),
+            header_tag=self._tag,
+            error=encoder.error,
+        )
+
+    def _head_frame(self) -> bytes:
+        coded = np.concatenate(self._waiting, axis=1)
+        self._waiting = [coded]
+        params = self._raw.fit(Raw(self._dtype), self.spec, lambda: self._waiting)
+        encoder = self._raw.encoder(params, self._state.start)
+        encoder.push(coded)
+        return pack_frame(
+            codec=self._raw.number,
+            kind=self.kind,
+            owner=self.owner,
+            layer=self.layer,
+            first_token=self._state.start,
+            n_tokens=coded.shape[1],
+            payload=encoder.payload(),
+            error=encoder.error,
+        )
+
+
+class _named:
+    """Puts layer and kind in front of what a codec says."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, InvalidArgument):
+            raise InvalidArgument(f"{self._where}: {error}") from error
