@@ -1,0 +1,150 @@
+"""The container of the numcodecs classes: a head, then frames or a TKV1 file.
+
+FORMAT.md section 8. What is inside the frames is the codec's business.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
+
+import ml_dtypes
+import numpy as np
+
+from ._core import find_beyond
+from .errors import Corrupt, InvalidArgument, Truncated, Unsupported
+from .frame import (
+    HEADER_BYTES,
+    RECORD_HEAD_BYTES,
+    FrameHeader,
+    header_tag,
+    open_frame,
+    open_record,
+)
+from .spec import F32, Kind, StreamSpec, describe_value
+
+Layout: TypeAlias = Literal["lane", "stream"]
+
+MAGIC: Final = b"KVC1"
+FILE_MAGIC: Final = b"KVCT"
+MAX_BLOCK_TOKENS: Final = 1 << 20
+
+LAYOUTS: Final[tuple[Layout, ...]] = ("lane", "stream")
+KINDS: Final[tuple[Kind, ...]] = ("k", "v")
+DTYPES: Final[tuple[np.dtype[Any], ...]] = (
+    np.dtype(np.float32),
+    np.dtype(np.float16),
+    np.dtype(ml_dtypes.bfloat16),
+    np.dtype(np.float64),
+)
+# From here on a value rounds to infinity; float64 output holds float32 values.
+_OVERFLOW: Final = (2.0**128, 65520.0, 2.0**128 - 2.0**119, 2.0**128)
+_HEAD: Final = struct.Struct("<BBBBIIIQ")
+
+
+class Head(NamedTuple):
+    """The fixed part of a container."""
+
+    layout: Layout
+    dtype: int
+    kind: Kind
+    heads: int
+    head_dim: int
+    block_tokens: int
+    n_tokens: int
+
+    @property
+    def n_blocks(self) -> int:
+        return -(-self.n_tokens // self.block_tokens)
+
+    def span(self, block: int) -> tuple[int, int]:
+        """Return the first token and the number of tokens of a block."""
+        first = block * self.block_tokens
+        return first, min(self.block_tokens, self.n_tokens - first)
+
+    def pack(self) -> bytes:
+        layout, kind = LAYOUTS.index(self.layout), KINDS.index(self.kind)
+        return _HEAD.pack(layout, self.dtype, kind, 0, *self[3:])
+
+    @classmethod
+    def unpack(cls, data: memoryview) -> Head:
+        if data.nbytes < _HEAD.size:
+            raise Truncated(f"container: {data.nbytes} of {_HEAD.size} head bytes")
+        layout, dtype, kind, reserved, *sizes = _HEAD.unpack_from(data)
+        if layout >= len(LAYOUTS) or dtype >= len(DTYPES) or kind >= len(KINDS) or reserved:
+            raise Unsupported(
+                f"container: layout {layout}, dtype {dtype}, kind {kind}; upgrade to read it"
+            )
+        head = cls(LAYOUTS[layout], dtype, KINDS[kind], *sizes)
+        if not 1 <= head.block_tokens <= MAX_BLOCK_TOKENS:
+            raise Corrupt(f"container: {head.block_tokens} tokens a block")
+        return head
+
+    def spec(self) -> StreamSpec:
+        try:
+            return StreamSpec(self.kind, self.heads, self.head_dim)
+        except InvalidArgument as error:
+            raise Corrupt(f"container: {error}") from error
+
+
+def read_head(data: memoryview) -> tuple[Head, memoryview, memoryview]:
+    """Return the head of a container, the stream header, and what follows the first record."""
+    payload, rest = next_record(MAGIC, data)
+    return Head.unpack(payload), payload[_HEAD.size :], rest
+
+
+def next_record(magic: bytes, data: memoryview) -> tuple[memoryview, memoryview]:
+    """Open the record at the start of `data`; return its payload and what follows."""
+    if data.nbytes < RECORD_HEAD_BYTES:
+        raise Truncated(f"container: {data.nbytes} bytes where a record starts")
+    size = RECORD_HEAD_BYTES + int.from_bytes(data[8:16], "little")
+    return open_record(magic, data[:size], "container"), data[size:]
+
+
+def read_frames(
+    head: Head, codec: int, stream_header: memoryview, data: memoryview
+) -> list[memoryview]:
+    """Check every frame of a container and return the payloads, views into `data`.
+
+    Raises
+    ------
+    Truncated, Corrupt, Unsupported
+        A frame is damaged, missing, too many, or of another stream.
+    """
+    tag = header_tag(stream_header)
+    payloads = []
+    # Frames are opened one by one, so the bytes at hand bound what the head may claim.
+    for block in range(head.n_blocks):
+        where = f"block {block}"
+        size = HEADER_BYTES + FrameHeader.unpack(data, where).payload_bytes
+        frame, payload = open_frame(data[:size], where)
+        data = data[size:]
+        found = (frame.codec, frame.kind, frame.owner, frame.layer, frame.header_tag)
+        if found != (codec, head.kind, 0, 0, tag):
+            raise Corrupt(f"{where}: a frame of another stream")
+        if (frame.first_token, frame.n_tokens) != head.span(block):
+            raise Corrupt(
+                f"{where}: {frame.n_tokens} tokens from {frame.first_token}, expected "
+                f"{head.span(block)[1]} from {head.span(block)[0]}"
+            )
+        payloads.append(payload)
+    if data.nbytes:
+        raise Corrupt(f"container: {data.nbytes} bytes after the last block")
+    return payloads
+
+
+def check_finite(y: F32, spec: StreamSpec) -> None:
+    """Raise `InvalidArgument` naming the first value that is not finite."""
+    at = find_beyond(y, np.inf)
+    if at >= 0:
+        raise InvalidArgument(f"{describe_value(y, at, spec, 0)} is not finite")
+
+
+def check_overflow(y: F32, dtype: int, error: float) -> None:
+    """Refuse values that may leave the range of their dtype when `error` is added."""
+    largest = max(float(y.max()), -float(y.min()))
+    if largest + error >= _OVERFLOW[dtype]:
+        raise InvalidArgument(
+            f"a value of magnitude {largest:g} may decode beyond {DTYPES[dtype].name}; "
+            "use a finer step or a wider dtype"
+        )

@@ -1,0 +1,361 @@
+"""The numcodecs class: any float array comes back within the bound, any damage is an error."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import ml_dtypes
+import numcodecs
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kvcodecs.errors import Corrupt, InvalidArgument, KvError, Truncated, Unsupported
+from kvcodecs.frame import crc32c
+from kvcodecs.numcodecs_codecs import TKV1Codec
+
+GOLDEN = Path(__file__).parent / "golden" / "tkv1"
+DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
+# Half an ulp of a value near 8, beyond the step: output rounding.
+ROUNDING = {"float16": 2.0**-8, "bfloat16": 2.0**-5, "float32": 2.0**-20, "float64": 2.0**-20}
+
+
+def make_array(shape=(2, 37, 8), dtype=np.float32, seed=0):
+    return np.random.default_rng(seed).normal(0, 1.5, shape).astype(dtype)
+
+
+def distance(x, y):
+    return np.abs(x.astype(np.float64) - y.astype(np.float64))
+
+
+def bits(x):
+    return np.ascontiguousarray(x).tobytes()
+
+
+@pytest.mark.parametrize("layout", ["lane", "stream"])
+@pytest.mark.parametrize("kind", ["k", "v"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
+def test_round_trip_keeps_dtype_shape_and_bound(dtype, kind, layout):
+    x = make_array(dtype=dtype)
+    codec = TKV1Codec(kind, step=0.25, block_tokens=16, layout=layout)
+    y = codec.decode(codec.encode(x))
+    assert (y.dtype, y.shape) == (x.dtype, x.shape)
+    bound = 0.25 / np.sqrt(2) if layout == "stream" and kind == "k" else 0.125
+    assert distance(x, y).max() <= bound + ROUNDING[x.dtype.name]
+    # Sinks are finer, and tokens after them are really coded with the step that was asked for.
+    assert distance(x, y)[:, :4].max() <= bound / 16 + ROUNDING[x.dtype.name]
+    assert distance(x, y).max() > 0.25 / 8
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, ">f2", ">f4"], ids=str)
+def test_order_strides_and_write_protection_do_not_matter(dtype):
+    x = make_array(dtype=dtype)
+    x.flags.writeable = False
+    codec = TKV1Codec("k", step=0.1, block_tokens=16)
+    want = codec.encode(x)
+    padded = np.zeros((4, 40, 24), x.dtype)
+    view = padded[::2, :37, 8:16]
+    view[...] = x
+    for form in (np.asfortranarray(x), view, x[:, ::-1][:, ::-1]):
+        assert codec.encode(form) == want
+    assert bits(codec.decode(want)) == bits(codec.decode(bytearray(want)))
+
+
+@pytest.mark.parametrize(
+    ("policy", "value", "largest"),
+    [
+        ("step", 0.5, 0.25),
+        ("max_error", 0.125, 0.125),
+        ("rel_step", 0.25, 1.6 / 8),
+        ("rmse", 0.05, 0.05 * np.sqrt(3)),
+    ],
+)
+@pytest.mark.parametrize("layout", ["lane", "stream"])
+def test_policies(layout, policy, value, largest):
+    x = make_array((2, 300, 16))
+    codec = TKV1Codec("v", layout=layout, **{policy: value})
+    error = distance(x, codec.decode(codec.encode(x)))
+    assert largest / 2 < error.max() <= largest + 1e-6
+    if policy == "rmse":
+        assert 0.9 < np.sqrt((error[:, 4:] ** 2).mean()) / value < 1.05
+
+
+@pytest.mark.parametrize("layout", ["lane", "stream"])
+@pytest.mark.parametrize("kind", ["k", "v"])
+def test_max_error_holds_on_the_output(kind, layout):
+    x = make_array((2, 100, 16))
+    codec = TKV1Codec(kind, layout=layout, max_error=0.1)
+    assert distance(x, codec.decode(codec.encode(x))).max() <= 0.1 + 1e-6
+
+
+def test_bits_per_value_policy():
+    x = make_array((2, 256, 16))
+    for layout in ("lane", "stream"):
+        codec = TKV1Codec("v", layout=layout, bpv=4.0)
+        data = codec.encode(x)
+        assert 3.5 < 8 * len(data) / x.size < 4.3
+
+
+def test_configuration_round_trips_through_json():
+    for codec in (
+        TKV1Codec(),
+        TKV1Codec("k", max_error=0.25, lane_channels=4, ar=False, sink=0),
+        TKV1Codec("k", layout="stream", theta=1e4, pre_rope=False, bpv=3.0),
+    ):
+        config = json.loads(json.dumps(codec.get_config()))
+        assert numcodecs.get_codec(config) == codec
+        assert numcodecs.get_codec(config).get_config() == config
+        assert repr(eval(repr(codec))) == repr(codec)
+    assert TKV1Codec().get_config()["rel_step"] == 0.25
+    assert TKV1Codec() != TKV1Codec("k")
+
+
+def test_numcodecs_finds_the_class_by_itself():
+    program = (
+        "import sys, numcodecs, numpy as np\n"
+        "codec = numcodecs.get_codec({'id': 'tkv1', 'kind': 'k', 'step': 0.5})\n"
+        "x = np.ones((1, 3, 2), 'f2')\n"
+        "assert (codec.decode(codec.encode(x)) == x).all()\n"
+        "assert 'kvstore' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_any_configuration_decodes_any_container():
+    x = make_array((3, 20, 4))
+    for writer in (TKV1Codec("k", step=0.5, lane_channels=2), TKV1Codec("k", layout="stream")):
+        data = writer.encode(x)
+        assert bits(TKV1Codec().decode(data)) == bits(writer.decode(data))
+
+
+@pytest.mark.parametrize("name", ["synth_v_lane2", "synth_k_stream", "synth_v_lane_n1"])
+def test_bare_files_decode_to_float32(name):
+    case = next(c for c in json.loads((GOLDEN / "MANIFEST.json").read_text()) if c["name"] == name)
+    x = np.fromfile(GOLDEN / case["input"], "<f4").reshape(case["shape"])
+    y = TKV1Codec().decode((GOLDEN / f"{name}.tkv").read_bytes())
+    assert y.dtype == np.float32
+    assert y.shape == x.shape
+    assert distance(x, y).max() <= case["params"]["step"] / np.sqrt(2) + 1e-6
+    out = np.empty_like(x)
+    assert TKV1Codec().decode((GOLDEN / f"{name}.tkv").read_bytes(), out=out) is out
+    assert bits(out) == bits(y)
+
+
+@pytest.mark.parametrize("layout", ["lane", "stream"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
+def test_out_is_filled_and_returned(dtype, layout):
+    x = make_array(dtype=dtype)
+    codec = TKV1Codec("v", step=0.25, block_tokens=16, layout=layout)
+    data = codec.encode(x)
+    want = codec.decode(data)
+    wide = np.zeros((2, 40, 16), dtype)
+    for out in (
+        np.zeros_like(x),
+        np.asfortranarray(np.zeros_like(x)),
+        wide[:, :37, 4:12],
+        np.zeros(x.size, dtype),
+    ):
+        assert codec.decode(data, out=out) is out
+        assert bits(out.reshape(x.shape)) == bits(want)
+    assert (wide[:, :, :4] == 0).all()
+    memory = bytearray(x.nbytes)
+    codec.decode(data, out=memory)
+    assert memory == bits(want)
+    for size in (x.nbytes - 1, x.nbytes + 1, 0):
+        with pytest.raises(InvalidArgument):
+            codec.decode(data, out=bytearray(size))
+
+
+@pytest.mark.parametrize("layout", ["lane", "stream"])
+def test_no_tokens(layout):
+    for policy in ({}, {"bpv": 3.0}, {"step": 0.5}):
+        codec = TKV1Codec("k", layout=layout, **policy)
+        data = codec.encode(np.empty((3, 0, 8), np.float16))
+        y = codec.decode(data)
+        assert (y.shape, y.dtype) == ((3, 0, 8), np.float16)
+        out = np.empty((3, 0, 8), np.float16)
+        assert codec.decode(data, out=out) is out
+    for n in range(len(data)):
+        with pytest.raises(Truncated):
+            codec.decode(data[:n])
+    with pytest.raises(Corrupt):
+        codec.decode(data + b"\0")
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    heads=st.integers(1, 3),
+    n_tokens=st.integers(1, 40),
+    pairs=st.integers(1, 6),
+    block=st.integers(1, 50),
+    kind=st.sampled_from("kv"),
+    layout=st.sampled_from(["lane", "stream"]),
+    sink=st.integers(0, 9),
+    sink_div=st.sampled_from([1, 3, 16]),
+    ar=st.booleans(),
+    constant=st.booleans(),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_any_geometry(
+    heads, n_tokens, pairs, block, kind, layout, sink, sink_div, ar, constant, seed
+):
+    x = make_array((heads, n_tokens, 2 * pairs), seed=seed)
+    if constant:
+        x[...] = x[0, 0, 0]
+    codec = TKV1Codec(
+        kind, step=0.3, block_tokens=block, sink=sink, sink_div=sink_div, ar=ar, layout=layout
+    )
+    y = codec.decode(codec.encode(x))
+    bound = 0.3 / np.sqrt(2) if layout == "stream" and kind == "k" else 0.15
+    assert distance(x, y).max() <= bound + 1e-5
+    assert distance(x, y)[:, :sink].max(initial=0) <= bound / sink_div + 1e-5
+    assert codec.encode(x) == codec.encode(x)
+
+
+@pytest.mark.parametrize("layout", ["lane", "stream"])
+def test_every_truncation_is_truncated(layout):
+    data = TKV1Codec("k", step=0.5, block_tokens=2, layout=layout).encode(make_array((1, 5, 2)))
+    for n in range(len(data)):
+        with pytest.raises(Truncated):
+            TKV1Codec().decode(data[:n])
+    with pytest.raises(KvError):
+        TKV1Codec().decode(data + b"\0")
+
+
+@pytest.mark.parametrize("layout", ["lane", "stream"])
+def test_every_flip_is_an_error(layout):
+    data = TKV1Codec("k", step=0.5, block_tokens=2, layout=layout).encode(make_array((1, 5, 2)))
+    for at in range(len(data)):
+        for bit in range(8):
+            bad = bytearray(data)
+            bad[at] ^= 1 << bit
+            with pytest.raises((Corrupt, Truncated, Unsupported)):
+                TKV1Codec().decode(bad)
+
+
+def test_frames_out_of_place_are_corrupt():
+    codec = TKV1Codec("k", step=0.5, block_tokens=4)
+    a, b = codec.encode(make_array((1, 8, 2))), codec.encode(make_array((1, 8, 2), seed=1))
+    head = 20 + int.from_bytes(a[8:16], "little")
+    first = head + 76 + int.from_bytes(a[head + 24 : head + 32], "little")
+    with pytest.raises(Corrupt, match="expected 4 from 0"):
+        codec.decode(a[:head] + a[first:] + a[head:first])
+    other = 20 + int.from_bytes(b[8:16], "little")
+    with pytest.raises(Corrupt, match="another stream"):
+        codec.decode(a[:head] + b[other:])
+    with pytest.raises(Corrupt, match="after the last block"):
+        codec.decode(a + a[first:])
+    with pytest.raises(Truncated):
+        codec.decode(a[:first])
+
+
+@pytest.mark.parametrize(
+    ("offset", "new", "kind"),
+    [
+        (0, b"\x02", Unsupported),  # layout
+        (1, b"\x04", Unsupported),  # dtype
+        (2, b"\x02", Unsupported),  # kind
+        (3, b"\x01", Unsupported),  # reserved
+        (4, bytes(4), Corrupt),  # heads
+        (4, b"\xff" * 4, Corrupt),
+        (8, b"\x03\0\0\0", Corrupt),  # head_dim
+        (12, bytes(4), Corrupt),  # block_tokens
+        (12, b"\xff" * 4, Corrupt),
+        (16, b"\xff" * 8, (Corrupt, Truncated)),  # n_tokens
+        (16, bytes(8), Corrupt),
+    ],
+)
+@pytest.mark.parametrize("layout", ["lane", "stream"])
+def test_head_is_checked_behind_a_right_checksum(layout, offset, new, kind):
+    data = bytearray(TKV1Codec("k", step=0.5, layout=layout).encode(make_array((1, 8, 2))))
+    end = 20 + int.from_bytes(data[8:16], "little")
+    data[20 + offset : 20 + offset + len(new)] = new
+    data[16:20] = crc32c(data[:16], data[20:end]).to_bytes(4, "little")
+    with pytest.raises(kind):
+        TKV1Codec().decode(data)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("layout", ["lane", "stream"])
+def test_values_that_are_not_finite_are_named(layout, bad):
+    x = make_array((2, 9, 4))
+    x[1, 7, 2] = x[1, 8, 0] = bad
+    with pytest.raises(InvalidArgument, match="head 1, token 7, channel 2"):
+        TKV1Codec("k", layout=layout).encode(x)
+    wide = make_array((2, 9, 4), np.float64)
+    wide[0, 3, 1] = 1e300
+    with pytest.raises(InvalidArgument, match="head 0, token 3, channel 1"):
+        TKV1Codec("k", layout=layout).encode(wide)
+
+
+@pytest.mark.parametrize("layout", ["lane", "stream"])
+def test_what_may_overflow_its_dtype_is_refused(layout):
+    codec = TKV1Codec("v", step=100.0, sink=0, layout=layout)
+    x = np.full((1, 4, 2), 65500.0, np.float16)
+    with pytest.raises(InvalidArgument, match="float16"):
+        codec.encode(x)
+    y = codec.decode(codec.encode(x.astype(np.float32)))
+    assert distance(x, y).max() <= 50.0
+    codec.decode(codec.encode((x / 2).astype(np.float16)))
+
+
+@pytest.mark.parametrize("layout", ["lane", "stream"])
+def test_step_too_small_is_refused(layout):
+    with pytest.raises(InvalidArgument):
+        TKV1Codec("v", step=1e-9, layout=layout).encode(make_array((1, 8, 2)) * 1e3)
+    with pytest.raises(InvalidArgument):
+        TKV1Codec("v", step=1e-44).encode(make_array((1, 8, 2)))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"kind": "q"},
+        {"layout": "file"},
+        {"step": 0.0},
+        {"step": float("nan")},
+        {"step": 0.1, "rmse": 0.1},
+        {"block_tokens": 0},
+        {"block_tokens": 2**20 + 1},
+        {"sink": -1},
+        {"sink_div": 0},
+        {"lane_channels": 3},
+        {"theta": 1e4},
+        {"pre_rope": True},
+        {"layout": "stream", "theta": 0.0},
+    ],
+)
+def test_configurations_that_are_refused(fields):
+    with pytest.raises(InvalidArgument):
+        TKV1Codec(**fields)
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        np.zeros((3, 4), np.float32),
+        np.zeros((1, 2, 3, 4), np.float32),
+        np.zeros((1, 4, 3), np.float32),
+        np.zeros((0, 4, 2), np.float32),
+        np.zeros((1, 4, 0), np.float32),
+        np.zeros((1, 4, 2), np.int16),
+        np.zeros((1, 4, 2), np.complex64),
+        np.zeros((1, 4, 2), np.longdouble),
+    ],
+    ids=lambda x: f"{x.dtype.name}{x.shape}",
+)
+def test_arrays_that_are_refused(x):
+    with pytest.raises(InvalidArgument):
+        TKV1Codec("k", step=0.5).encode(x)
+
+
+def test_lane_channels_must_divide_head_dim():
+    with pytest.raises(InvalidArgument):
+        TKV1Codec("k", step=0.5, lane_channels=4).encode(make_array((1, 4, 6)))
+
+
+@pytest.mark.parametrize("data", [b"", b"KV", b"TKV1", b"KVC1", b"KVF1" + bytes(80), bytes(100)])
+def test_other_bytes_are_refused(data):
+    with pytest.raises((Corrupt, Truncated)):
+        TKV1Codec().decode(data)
