@@ -264,7 +264,7 @@ kv::Output output_of(const nb::ndarray<nb::numpy, nb::ndim<3>, nb::device::cpu>&
 // lanes: bytes of LANE_DTYPE rows, channels: bytes of CHANNEL_DTYPE rows. Returns one status a lane.
 Result<kv_u8> run_plan(const Array1<kv_u32>& prior, nb::handle lane_rows, nb::handle channel_rows,
                        const Array1<kv_u8>& classes, nb::sequence payloads, nb::sequence outputs, nb::sequence types,
-                       nb::sequence ropes, unsigned n_threads) {
+                       nb::sequence ropes, unsigned n_threads, bool wide) {
   check_prior(prior);
   Buffer lanes(lane_rows), channels(channel_rows);
   kv::PlanTables tables{(const kv::Lane*)lanes.bytes(), lanes.size() / sizeof(kv::Lane),
@@ -296,7 +296,7 @@ Result<kv_u8> run_plan(const Array1<kv_u32>& prior, nb::handle lane_rows, nb::ha
   bool ok;
   {
     nb::gil_scoped_release release;
-    ok = kv::run_plan(tables, status, n_threads);
+    ok = kv::run_plan(tables, status, n_threads, wide && kv::wide_supported());
   }
   if (!ok) throw std::bad_alloc();
   return result;
@@ -365,6 +365,7 @@ NB_MODULE(_core, m) {
 
   m.attr("LANE_BYTES") = sizeof(kv::Lane);
   m.attr("CHANNEL_BYTES") = sizeof(kv::Channel);
+  m.attr("WIDE") = kv::wide_supported();
 
   m.def("read_zigzags", &read_zigzags, "data"_a, "offset"_a, "count"_a);
   m.def("write_zigzags", &write_zigzags, "values"_a);
@@ -406,5 +407,5 @@ NB_MODULE(_core, m) {
         "mean"_a, "rho"_a, "cls"_a, "first_token"_a, "n_tokens"_a, "data"_a);
   m.def("rotate", &rotate, "y"_a, "theta"_a, "first_token"_a, "sign"_a);
   m.def("run_plan", &run_plan, "prior"_a, "lanes"_a, "channels"_a, "classes"_a, "payloads"_a, "outputs"_a, "types"_a,
-        "ropes"_a, "n_threads"_a);
+        "ropes"_a, "n_threads"_a, "wide"_a = true);
 }

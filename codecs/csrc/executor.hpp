@@ -9,6 +9,7 @@
 
 #include "encoder.hpp"
 #include "half.hpp"
+#include "lanes_avx512.hpp"
 
 namespace kv {
 
@@ -71,7 +72,7 @@ struct PlanTables {
   const kv_u32* prior;
 };
 
-// Everything that `run_lane` will index, so that no plan whatever reads or writes outside its tables.
+// Everything that decoding will index, so that no plan whatever reads or writes outside its tables.
 inline const char* lane_fault(const PlanTables& p, const Lane& l) {
   if (l.width == 0 || l.width % 2) return "width";
   if (l.channels > p.n_channels || l.width > p.n_channels - l.channels) return "channels";
@@ -80,6 +81,8 @@ inline const char* lane_fault(const PlanTables& p, const Lane& l) {
   for (kv_u32 i = 0; i < l.n_classes; ++i)
     if (p.classes[l.classes + i] >= kClasses) return "class";
   if (l.payload >= p.payloads.size()) return "payload";
+  const kv_u64 payload_bytes = p.payloads[l.payload].n_bytes;
+  if (l.offset > payload_bytes || l.n_bytes > payload_bytes - l.offset) return "offset";
   if (l.output >= p.outputs.size()) return "output";
   const Output& out = p.outputs[l.output];
   if (l.head >= out.heads) return "head";
@@ -101,42 +104,89 @@ inline const char* lane_fault(const PlanTables& p, const Lane& l) {
   return nullptr;
 }
 
-// Scratch memory of one thread, grown to the widest lane.
+inline const kv_u8* lane_bytes(const PlanTables& p, const Lane& l) { return p.payloads[l.payload].bytes + l.offset; }
+
+// Where the rows of one lane go: rotation, narrowing, channel order.
+class RowWriter {
+ public:
+  RowWriter() = default;
+  RowWriter(const PlanTables& p, const Lane& lane, bool wide)
+      : lane_(&lane),
+        out_(&p.outputs[lane.output]),
+        rope_(lane.rope < 0 ? nullptr : &p.ropes[lane.rope]),
+        channels_(p.channels + lane.channels),
+        wide_(wide) {
+    for (kv_u32 c = 0; c < lane.width; ++c) contiguous_ &= channels_[c].output == channels_[0].output + c;
+  }
+
+  bool overflow() const { return overflow_; }
+
+  // `row` (width values in data units) of the lane's token `t`; rotated in place.
+  void write(kv_u32 t, float* row) {
+    const kv_u32 written = t - lane_->skip;
+    if (rope_ != nullptr) rotate(written, row);
+    const kv_i64 at = (kv_i64)lane_->head * out_->head_stride + (kv_i64)(lane_->row + written) * out_->row_stride;
+    if (out_->type == kFloat32) {
+      store((float*)out_->data + at, row, [](float x) { return x; });
+    } else if (out_->type == kFloat16) {
+      kv_u16* target = (kv_u16*)out_->data + at;
+#if KV_HAS_WIDE
+      if (wide_ && contiguous_) {
+        overflow_ |= row_to_float16(row, lane_->width, target + channels_[0].output);
+        return;
+      }
+#endif
+      store(target, row, [this](float x) { return to_float16(x, overflow_); });
+    } else {
+      store((kv_u16*)out_->data + at, row, [this](float x) { return to_bfloat16(x, overflow_); });
+    }
+  }
+
+ private:
+  void rotate(kv_u32 written, float* row) const {
+    const kv_u32 half = lane_->width / 2;
+    const kv_u64 entry = (lane_->rope_row + (kv_u64)written) * rope_->pairs + lane_->first_pair;
+    const float* cos = rope_->cos + entry;
+    const float* sin = rope_->sin + entry;
+    for (kv_u32 i = 0; i < lane_->n_pairs; ++i) {
+      const float a = row[i], b = row[half + i];
+      row[i] = a * cos[i] - b * sin[i];
+      row[half + i] = b * cos[i] + a * sin[i];
+    }
+  }
+
+  template <class T, class Convert>
+  void store(T* target, const float* row, Convert convert) const {
+    const kv_u32 width = lane_->width;
+    if (contiguous_) {
+      target += channels_[0].output;
+      for (kv_u32 c = 0; c < width; ++c) target[c] = convert(row[c]);
+    } else {
+      for (kv_u32 c = 0; c < width; ++c) target[channels_[c].output] = convert(row[c]);
+    }
+  }
+
+  const Lane* lane_ = nullptr;
+  const Output* out_ = nullptr;
+  const RopeTable* rope_ = nullptr;
+  const Channel* channels_ = nullptr;
+  bool wide_ = false;
+  bool contiguous_ = true;
+  bool overflow_ = false;
+};
+
+// Memory of one thread, grown to the widest lane.
 struct Scratch {
   std::vector<kv_u32> models;
   std::vector<ChannelState> states;
   std::vector<kv_i32> values;
   std::vector<float> row;
+#if KV_HAS_WIDE
+  WideLanes wide;
+#endif
 };
 
-template <class Store>
-inline Status decode_rows(LaneDecoder& decoder, const Lane& lane, const RopeTable* rope, Scratch& s, Store store) {
-  const kv_u32 half = lane.width / 2;
-  for (kv_u32 t = 0; t < lane.n_tokens; ++t) {
-    const Status status = decoder.row(lane.first_token + t, s.values.data());
-    if (status != kOk) return status;
-    if (t < lane.skip) continue;
-    const kv_u32 written = t - lane.skip;
-    float* row = s.row.data();
-    for (kv_u32 c = 0; c < lane.width; ++c) row[c] = (float)s.values[c] * lane.unit;
-    if (rope != nullptr) {
-      const kv_u64 entry = (lane.rope_row + written) * rope->pairs + lane.first_pair;
-      const float* cos = rope->cos + entry;
-      const float* sin = rope->sin + entry;
-      for (kv_u32 i = 0; i < lane.n_pairs; ++i) {
-        const float a = row[i], b = row[half + i];
-        row[i] = a * cos[i] - b * sin[i];
-        row[half + i] = b * cos[i] + a * sin[i];
-      }
-    }
-    store(lane.row + written, row);
-  }
-  return kOk;
-}
-
 inline Status run_lane(const PlanTables& p, const Lane& lane, Scratch& s) {
-  const Payload& payload = p.payloads[lane.payload];
-  if (lane.offset > payload.n_bytes || lane.n_bytes > payload.n_bytes - lane.offset) return kTruncated;
   s.models.resize((std::size_t)lane.n_classes * kClassModels);
   s.states.resize(lane.width);
   s.values.resize(lane.width);
@@ -151,50 +201,108 @@ inline Status run_lane(const PlanTables& p, const Lane& lane, Scratch& s) {
   decoder.width = lane.width;
   decoder.sink_div = lane.sink_div;
   decoder.sink = lane.sink;
-  decoder.start(payload.bytes + lane.offset, lane.n_bytes);
-
-  const Channel* channels = decoder.channels;
-  const Output& out = p.outputs[lane.output];
-  const RopeTable* rope = lane.rope < 0 ? nullptr : &p.ropes[lane.rope];
-  const kv_i64 base = (kv_i64)lane.head * out.head_stride;
-  bool overflow = false;
-  Status status;
-  if (out.type == kFloat32) {
-    status = decode_rows(decoder, lane, rope, s, [&](kv_u64 r, const float* row) {
-      float* target = (float*)out.data + base + (kv_i64)r * out.row_stride;
-      for (kv_u32 c = 0; c < lane.width; ++c) target[channels[c].output] = row[c];
-    });
-  } else if (out.type == kFloat16) {
-    status = decode_rows(decoder, lane, rope, s, [&](kv_u64 r, const float* row) {
-      kv_u16* target = (kv_u16*)out.data + base + (kv_i64)r * out.row_stride;
-      for (kv_u32 c = 0; c < lane.width; ++c) target[channels[c].output] = to_float16(row[c], overflow);
-    });
-  } else {
-    status = decode_rows(decoder, lane, rope, s, [&](kv_u64 r, const float* row) {
-      kv_u16* target = (kv_u16*)out.data + base + (kv_i64)r * out.row_stride;
-      for (kv_u32 c = 0; c < lane.width; ++c) target[channels[c].output] = to_bfloat16(row[c], overflow);
-    });
+  decoder.start(lane_bytes(p, lane), lane.n_bytes);
+  RowWriter writer(p, lane, false);
+  for (kv_u32 t = 0; t < lane.n_tokens; ++t) {
+    const Status status = decoder.row(lane.first_token + t, s.values.data());
+    if (status != kOk) return status;
+    if (t < lane.skip) continue;
+    for (kv_u32 c = 0; c < lane.width; ++c) s.row[c] = (float)s.values[c] * lane.unit;
+    writer.write(t, s.row.data());
   }
-  return status == kOk && overflow ? kOverflow : status;
+  return writer.overflow() ? kOverflow : kOk;
 }
 
-// Lanes are handed out one by one: their sizes differ, and the output does not depend on who decodes what.
+#if KV_HAS_WIDE
+// Up to sixteen lanes of one width and sink_div.
+inline void run_wide(const PlanTables& p, const Lane* lanes, kv_u32 n, kv_u8* status, Scratch& s) {
+  RowWriter writers[kWide];
+  kv_u32 n_tokens = 0, bad_residual = 0, bad_value = 0;
+  s.row.resize(lanes[0].width);
+  s.wide.start(lanes[0].width, lanes[0].sink_div);
+  for (kv_u32 i = 0; i < n; ++i) {
+    const Lane& lane = lanes[i];
+    s.wide.add(i, lane_bytes(p, lane), lane.n_bytes, p.channels + lane.channels, p.classes + lane.classes,
+               lane.first_token, lane.sink);
+    writers[i] = RowWriter(p, lane, true);
+    n_tokens = std::max(n_tokens, lane.n_tokens);
+  }
+  s.wide.begin(p.prior);
+  for (kv_u32 t = 0; t < n_tokens; ++t) {
+    kv_u32 active = 0;
+    for (kv_u32 i = 0; i < n; ++i) active |= (kv_u32)(t < lanes[i].n_tokens) << i;
+    active &= ~(bad_residual | bad_value);
+    s.wide.row(t, active, bad_residual, bad_value);
+    active &= ~(bad_residual | bad_value);
+    for (kv_u32 i = 0; i < n; ++i) {
+      if (!(active >> i & 1) || t < lanes[i].skip) continue;
+      s.wide.take(i, lanes[i].unit, s.row.data());
+      writers[i].write(t, s.row.data());
+    }
+  }
+  for (kv_u32 i = 0; i < n; ++i)
+    status[i] = bad_residual >> i & 1 ? kBadResidual : bad_value >> i & 1 ? kBadValue : writers[i].overflow() ? kOverflow : kOk;
+}
+#endif
+
+// A run of lanes that one thread decodes together.
+struct Unit {
+  kv_u64 first;
+  kv_u32 n;
+};
+
+// Lanes go alone, or in groups of up to sixteen where the CPU decodes those at once. A group costs as much as six
+// lanes alone whatever its size, so small plans stay scalar, and every thread gets its share.
+inline std::vector<Unit> plan_units(const PlanTables& p, unsigned n_threads, bool wide) {
+  constexpr kv_u64 kSmallestGroup = 6;
+  std::vector<Unit> units;
+  const kv_u64 share = (p.n_lanes + n_threads - 1) / n_threads;
+  const kv_u64 largest = wide && share >= kSmallestGroup ? std::min<kv_u64>(share, kWide) : 1;
+  for (kv_u64 i = 0; i < p.n_lanes;) {
+    kv_u64 n = 1;
+    if (largest > 1 && p.lanes[i].sink_div <= kWideMaxSinkDiv) {
+      kv_u64 bytes = p.lanes[i].n_bytes;
+      while (n < largest && i + n < p.n_lanes) {
+        const Lane& lane = p.lanes[i + n];
+        bytes += lane.n_bytes;
+        if (lane.width != p.lanes[i].width || lane.sink_div != p.lanes[i].sink_div || bytes > kWideMaxBytes) break;
+        ++n;
+      }
+    }
+    if (n < kSmallestGroup) n = 1;
+    units.push_back({i, (kv_u32)n});
+    i += n;
+  }
+  return units;
+}
+
+// Units are handed out one by one: their sizes differ, and the output does not depend on who decodes what.
 // False: memory ran out.
-inline bool run_plan(const PlanTables& p, kv_u8* status, unsigned n_threads) {
-  std::atomic<kv_u64> next{0};
+inline bool run_plan(const PlanTables& p, kv_u8* status, unsigned n_threads, bool wide) {
+  n_threads = std::max(n_threads, 1u);
+  const std::vector<Unit> units = plan_units(p, n_threads, wide);
+  std::atomic<std::size_t> next{0};
   std::atomic<bool> out_of_memory{false};
   auto work = [&] {
     try {
       Scratch scratch;
-      for (kv_u64 i = next++; i < p.n_lanes; i = next++) status[i] = run_lane(p, p.lanes[i], scratch);
+      for (std::size_t i = next++; i < units.size(); i = next++) {
+        const Unit& unit = units[i];
+#if KV_HAS_WIDE
+        if (unit.n > 1) {
+          run_wide(p, p.lanes + unit.first, unit.n, status + unit.first, scratch);
+          continue;
+        }
+#endif
+        status[unit.first] = run_lane(p, p.lanes[unit.first], scratch);
+      }
     } catch (const std::bad_alloc&) {
       out_of_memory = true;
     }
   };
-  if (n_threads > p.n_lanes) n_threads = (unsigned)p.n_lanes;
   std::vector<std::thread> threads;
   try {
-    for (unsigned i = 1; i < n_threads; ++i) threads.emplace_back(work);
+    for (unsigned i = 1; i < n_threads && i < units.size(); ++i) threads.emplace_back(work);
   } catch (const std::system_error&) {
     // The system gives no more threads: those that run do the work.
   }

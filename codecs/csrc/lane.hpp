@@ -43,8 +43,6 @@ constexpr kv_u32 kClassModels = kActs * kContextModels;
 constexpr kv_u32 kPriorWords = kClasses * kClassModels;
 
 constexpr kv_u32 kOne = 65536;  // probability 1
-constexpr kv_u32 kProbMin = 32;
-constexpr kv_u32 kProbMax = kOne - kProbMin;
 constexpr kv_u32 kFastShift = 4;
 constexpr kv_u32 kSlowShift = 7;
 constexpr kv_u32 kTop = 1u << 24;  // the range is renormalised below this
@@ -55,14 +53,12 @@ enum Status : kv_u8 {
   kBadResidual = 1,  // a magnitude prefix of 24 ones
   kBadValue = 2,     // a reconstruction of 2^24 units or more
   kOverflow = 3,     // an output beyond the range of its dtype
-  kTruncated = 4,    // a substream that ends outside its payload
 };
 
 // A bit model: two exponential averages of the probability of a one, as fast | slow << 16.
-KV_HD kv_u32 model_probability(kv_u32 model) {
-  const kv_u32 p = ((model & 0xFFFF) + (model >> 16)) >> 1;
-  return p < kProbMin ? kProbMin : p > kProbMax ? kProbMax : p;
-}
+// The format clamps the probability to [32, 65504]. The clamp never binds and is not computed: the prior is within
+// [64, 65472], so fast stays in [15, 65521], slow in [64, 65472], their mean in [39, 65496]. A test checks the prior.
+KV_HD kv_u32 model_probability(kv_u32 model) { return ((model & 0xFFFF) + (model >> 16)) >> 1; }
 
 KV_HD kv_u32 model_after_one(kv_u32 model) {
   kv_u32 fast = model & 0xFFFF, slow = model >> 16;
@@ -95,10 +91,15 @@ struct RangeDecoder {
     for (int i = 0; i < 4; ++i) code = code << 8 | byte();
   }
 
+  // A probability of at least 39/65536 leaves a range of 2^13 or more: two bytes at most.
   KV_HD void renormalise() {
-    while (range < kTop) {
+    if (KV_UNLIKELY(range < kTop)) {
       range <<= 8;
       code = code << 8 | byte();
+      if (KV_UNLIKELY(range < kTop)) {
+        range <<= 8;
+        code = code << 8 | byte();
+      }
     }
   }
 

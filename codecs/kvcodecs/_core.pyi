@@ -15,6 +15,7 @@ _Bytes = Any  # any object with a C-contiguous buffer
 
 LANE_BYTES: int
 CHANNEL_BYTES: int
+WIDE: bool
 
 class Statistics:
     def __init__(self, heads: int, head_dim: int) -> None: ...
@@ -93,4 +94,5 @@ def run_plan(
     types: Sequence[int],
     ropes: Sequence[tuple[_F32, _F32]],
     n_threads: int,
+    wide: bool = True,
 ) -> _U8: ...

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from . import _core
-from .errors import Corrupt, InvalidArgument, Truncated
+from .errors import Corrupt, InvalidArgument
 from .frame import BytesLike
 from .rope import RopeTable, from_coded
 from .spec import FLOAT_DTYPES, StreamSpec
@@ -51,7 +51,7 @@ LANE_DTYPE = np.dtype(
 CHANNEL_DTYPE = np.dtype([("mean", "i4"), ("rho", "u4"), ("models", "u4"), ("output", "u4")])
 
 _OUTPUT_TYPES = {FLOAT_DTYPES[name]: i for i, name in enumerate(("float32", "float16", "bfloat16"))}
-_OK, _BAD_RESIDUAL, _BAD_VALUE, _OVERFLOW, _TRUNCATED = range(5)
+_OK, _BAD_RESIDUAL, _BAD_VALUE, _OVERFLOW = range(4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,8 +278,6 @@ class Plan:
             dtype = self._outputs[int(lane["output"])].dtype.name
             raise InvalidArgument(f"{where}a value overflows {dtype}; ask for float32")
         what = f"{where}lane of head {lane['head']}"
-        if code == _TRUNCATED:
-            raise Truncated(f"{what}: its bytes end outside the payload")
         fault = "residual" if code == _BAD_RESIDUAL else "value"
         raise Corrupt(f"{what}: a {fault} of 2^24 or more; the block does not decode")
 
