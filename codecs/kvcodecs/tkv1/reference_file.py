@@ -22,6 +22,8 @@ from .reference import (
     zigzag,
 )
 
+FLOAT32_TINY, FLOAT32_MAX = 2.0**-126, 2.0**128 - 2.0**104
+
 # --- Section 3.2: statistics --------------------------------------------------------------
 
 
@@ -143,6 +145,9 @@ def parse_file(data: bytes) -> File:
     lane_channels = r.varint() if flags & 0x10 else 0
     if head_dim < 2 or head_dim % 2 or 0 in (heads, sink_div, block_tokens):
         raise Corrupt("bad header")
+    # A NaN fails this as well.
+    if not FLOAT32_TINY <= step / sink_div <= FLOAT32_MAX / VALUE_LIMIT:
+        raise Corrupt("bad step")
     if lane_channels % 2 or (lane_channels and head_dim % lane_channels):
         raise Corrupt("bad lane width")
     mu, rho, classes = [], [], []
