@@ -19,6 +19,7 @@ from kvcodecs.errors import (
 )
 from kvcodecs.raw import Raw
 from kvcodecs.rope import Rope
+from kvcodecs.tkv1 import TKV1
 
 from .archive import Archive, open
 from .identity import LayerSpec, Model
@@ -26,6 +27,7 @@ from .info import ArchiveInfo, SessionInfo, StreamInfo
 from .session import Session
 
 __all__ = [
+    "TKV1",
     "Archive",
     "ArchiveInfo",
     "Closed",

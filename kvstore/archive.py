@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvcodecs.codec import CodecConfig, codec_for
 from kvcodecs.errors import Corrupt, InvalidArgument, NotFound
-from kvcodecs.spec import Kind
+from kvcodecs.spec import Kind, KState
+from kvcodecs.tkv1 import TKV1
 
 from . import keys
 from .backend import Backend, Lease, Mode, Snapshot, Transaction, open_backend
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 MAX_FIT_TOKENS = 1 << 16
 
 
-def open(  # noqa: A001 - read as kvstore.open
+def open(
     path: str | os.PathLike[str],
     mode: Mode = "r",
     *,
@@ -127,7 +128,7 @@ class Archive:
             with `stats_from` for that session's.
         block_tokens
             Tokens per block, for all streams; ``"auto"`` chooses 128 to 1024 for each stream so
-            that frames reach about 24 KB.
+            that frames reach about 32 KB.
         fit_tokens
             Fewest tokens that a stream's statistics are fitted to; until then commits are kept
             raw.
@@ -151,7 +152,7 @@ class Archive:
         metadata = dict(metadata or {})
         canonical_json(metadata)
         headers: dict[bytes, bytes] = {}
-        owner = new_owner()
+        owner = self.new_owner()
         if stats_from is not None:
             codec, headers = self._take_headers(stats_from, model, codec, owner)
         record = SessionRecord(
@@ -257,7 +258,7 @@ class Archive:
         codec: CodecConfig | Mapping[Kind, CodecConfig] | None = None,
         block_tokens: int | str = "auto",
         fit_tokens: int = 128,
-        k_state: str = "pre",
+        k_state: KState = "pre",
         token_ids: object = None,
         metadata: Mapping[str, Any] | None = None,
         progress: Callable[[int, int], None] | None = None,
@@ -332,6 +333,10 @@ class Archive:
     def __repr__(self) -> str:
         return f"<Archive {self.path!r} mode={self._mode!r}>"
 
+    def new_owner(self) -> int:
+        """Return a random id for the streams of a new session; never 0."""
+        return secrets.randbelow((1 << 64) - 1) + 1
+
     def _begin(self) -> dict[str, Any]:
         """Check the archive record; write it into an archive that is empty."""
         with self._read() as snapshot:
@@ -353,14 +358,19 @@ class Archive:
     def _owner(self, snapshot: Snapshot, name: str) -> int:
         return self._record(snapshot, name).owner
 
-    def _record(self, snapshot: Snapshot, name: str, owner: int | None = None) -> SessionRecord:
-        """Return a session's record as of `snapshot`; `owner` makes sure it is the same session."""
+    def _record(
+        self, snapshot: Snapshot, name: str, owner: int | None = None, *, fresh: bool = False
+    ) -> SessionRecord:
+        """Return a session's record as of `snapshot`.
+
+        `owner` makes sure it is the same session, `fresh` that stored bytes are checked again.
+        """
         where = f"{self.path}: session {name!r}"
         value = snapshot.get(keys.session_key(name))
         if value is None:
             raise NotFound(f"{where}: no such session")
         data = bytes(value)
-        cached = self._records.get(name)
+        cached = None if fresh else self._records.get(name)
         if cached is None or cached[0] != data:
             model = self._model(snapshot, model_of(load_session(data, where), where))
             cached = (data, unpack_session(data, model.streams(), where))
@@ -370,8 +380,8 @@ class Archive:
             raise NotFound(f"{where}: deleted, and another one was created under its name")
         return record
 
-    def _model(self, snapshot: Snapshot, digest: bytes) -> Model:
-        model = self._models.get(digest)
+    def _model(self, snapshot: Snapshot, digest: bytes, *, fresh: bool = False) -> Model:
+        model = None if fresh else self._models.get(digest)
         if model is None:
             where = f"{self.path}: model {digest.hex()}"
             value = snapshot.get(keys.identity_key(digest))
@@ -450,18 +460,12 @@ class Archive:
         return configs, headers
 
 
-def new_owner() -> int:
-    """Return a random id for the streams of a new session; never 0."""
-    return secrets.randbelow((1 << 64) - 1) + 1
-
-
 def delete_owned(transaction: Transaction, owner: int) -> int:
     """Delete everything stored under an owner; return the bytes of the values."""
     n_bytes = 0
     for prefix in keys.OWNED:
         found = [
-            (key, value.nbytes)
-            for key, value in transaction.scan(keys.owner_prefix(prefix, owner))
+            (key, value.nbytes) for key, value in transaction.scan(keys.owner_prefix(prefix, owner))
         ]
         for key, size in found:
             transaction.delete(key)
@@ -470,8 +474,6 @@ def delete_owned(transaction: Transaction, owner: int) -> int:
 
 
 def _default_codec() -> CodecConfig:
-    from kvcodecs.tkv1 import TKV1
-
     return TKV1()
 
 

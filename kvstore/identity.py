@@ -14,7 +14,6 @@ from hashlib import blake2b
 from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
-
 from kvcodecs.errors import Corrupt, IdentityMismatch, InvalidArgument
 from kvcodecs.rope import Rope
 from kvcodecs.spec import KINDS, Kind, StreamSpec, float_dtype
@@ -141,9 +140,7 @@ class Model:
         layer = LayerSpec(
             n_kv_heads, head_dim, head_dim if head_dim_v == "same" else head_dim_v, window
         )
-        return cls(
-            name, (layer,) * n_layers, rope, revision, dtype, layout, shard, salt
-        )
+        return cls(name, (layer,) * n_layers, rope, revision, dtype, layout, shard, salt)
 
     @property
     def n_layers(self) -> int:
@@ -166,7 +163,9 @@ class Model:
             if kind not in KINDS:
                 raise InvalidArgument(f"kind {kind!r}, expected 'k' or 'v'")
             if not 0 <= layer < self.n_layers:
-                raise InvalidArgument(f"layer {layer}: the model has layers 0 to {self.n_layers - 1}")
+                raise InvalidArgument(
+                    f"layer {layer}: the model has layers 0 to {self.n_layers - 1}"
+                )
             raise InvalidArgument(f"layer {layer} has no V")
         return spec
 
@@ -306,9 +305,7 @@ def _rope_difference(
         return None if found == expected else (name, found, expected)
     if found.n_pairs != expected.n_pairs:
         return f"{name}.n_pairs", found.n_pairs, expected.n_pairs
-    unequal = np.flatnonzero(
-        found.inv_freq.view(np.uint32) != expected.inv_freq.view(np.uint32)
-    )
+    unequal = np.flatnonzero(found.inv_freq.view(np.uint32) != expected.inv_freq.view(np.uint32))
     if unequal.size:
         i = int(unequal[0])
         have, want = float(found.inv_freq[i]), float(expected.inv_freq[i])
@@ -318,5 +315,3 @@ def _rope_difference(
     if found.scaling != expected.scaling:
         return f"{name}.scaling", found.scaling, expected.scaling
     return None
-
-

@@ -12,7 +12,6 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-
 from kvcodecs.codec import BlockCodec, codec_by_number
 from kvcodecs.errors import Corrupt, InvalidArgument
 from kvcodecs.frame import (
@@ -324,9 +323,7 @@ class Reader:
         return self._raw[spec]
 
 
-def _let_go(
-    snapshot: Snapshot, batch: Sequence[tuple[Request, Piece, Coding, memoryview]]
-) -> None:
+def _let_go(snapshot: Snapshot, batch: Sequence[tuple[Request, Piece, Coding, memoryview]]) -> None:
     for *_, payload in batch:
         snapshot.release(payload)
 
@@ -361,4 +358,3 @@ def check_range(
     if start < min(first, stop):
         raise InvalidArgument(f"{what}: this layer has a window and starts at token {first}")
     return start, stop
-

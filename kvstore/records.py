@@ -16,7 +16,6 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-
 from kvcodecs.codec import CodecConfig, config_from_json
 from kvcodecs.errors import Corrupt, InvalidArgument, KvError, Unsupported
 from kvcodecs.frame import open_record, seal_record
@@ -132,7 +131,9 @@ class SessionRecord:
         return seal_record(SESSION_MAGIC, canonical_json(data))
 
 
-def unpack_session(value: memoryview | bytes, names: Iterable[StreamName], where: str) -> SessionRecord:
+def unpack_session(
+    value: memoryview | bytes, names: Iterable[StreamName], where: str
+) -> SessionRecord:
     """Return the record stored as `value`.
 
     Parameters
@@ -169,17 +170,15 @@ def _session(data: dict[str, Any], names: list[StreamName], where: str) -> Sessi
         configs: dict[Kind, CodecConfig] = {}
         for kind in KINDS:
             configs[kind] = config_from_json(codec if "codec" in codec else codec[kind])
-        columns = [
-            _unfold(names, data.get(name, 0)) for name in ("block_tokens", "start", "n_head", "header")
-        ]
+        fields = ("block_tokens", "start", "n_head", "header")
+        columns = [_unfold(names, data.get(name, 0)) for name in fields]
         n_tokens = _number(data["n_tokens"])
         streams: dict[StreamName, StreamState] = {}
         for name, block, start, n_head, header in zip(names, *columns, strict=True):
             state = StreamState(block, start, n_head, bool(header))
-            expected_head = n_tokens - start
-            if block < 1 or not 0 <= start or not 0 <= n_head <= max(0, expected_head) or header > 1:
-                raise Corrupt(f"{where}: session record: layer {name[0]} {name[1]}: {state}")
-            if not header and n_tokens > start and n_head != expected_head:
+            n_own = n_tokens - start
+            # Without a header every token is in the head.
+            if block < 1 or n_head > max(n_own, 0) or (not header and n_head < n_own):
                 raise Corrupt(f"{where}: session record: layer {name[0]} {name[1]}: {state}")
             streams[name] = state
         return SessionRecord(

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-
 from kvcodecs.errors import Closed, InvalidArgument
 from kvcodecs.spec import KINDS, Kind, KState, float_dtype
 

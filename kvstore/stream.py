@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-
 from kvcodecs.codec import BlockEncoder, Chunks, CodecConfig, codec_by_number, codec_for
 from kvcodecs.errors import InvalidArgument
 from kvcodecs.frame import ErrorStats, header_tag, pack_frame, seal_record
@@ -168,13 +167,16 @@ class StreamWriter:
             if self._params is not None:
                 self._check(self._params, chunks(), self.end)
                 return prepared
-            as_is = self._raw.fit(Raw(), self.spec, chunks)
-            position = self.end
-            for chunk in chunks():
-                self._raw.check(as_is, chunk, position)
-                position += chunk.shape[1]
             n_waiting = self.end - self._state.start + n_tokens
-            if n_waiting < max(self._state.block_tokens, self._fit_tokens):
+            due = n_waiting >= max(self._state.block_tokens, self._fit_tokens)
+            # A fit finds what is not finite as well, but counts tokens from the stream's first.
+            if not due or self._state.start:
+                as_is = self._raw.fit(Raw(), self.spec, chunks)
+                position = self.end
+                for chunk in chunks():
+                    self._raw.check(as_is, chunk, position)
+                    position += chunk.shape[1]
+            if not due:
                 return prepared
             params = self._fit(lambda: self._all(chunks()), post or self._post)
         return replace(prepared, params=params)

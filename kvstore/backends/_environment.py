@@ -14,7 +14,6 @@ import threading
 from typing import Any, Final
 
 import lmdb
-
 from kvcodecs.errors import (
     Closed,
     Corrupt,

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import lmdb
-
 from kvcodecs._core import release_pages
 from kvcodecs.errors import Closed, InvalidArgument, Locked
 
@@ -48,7 +47,6 @@ class _Snapshot:
                     yield name, value
         except lmdb.Error as error:
             raise translate(error, self._where) from error
-
 
     def release(self, view: memoryview) -> None:
         release_pages(view)

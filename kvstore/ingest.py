@@ -1,0 +1,305 @@
+"""Storing a whole session in constant memory, and clearing up after writers that were killed.
+
+`ingest` takes one stream after the other from a source that can be larger than memory. Frames
+go into the archive under an owner that no session names yet; one small transaction at the end
+publishes the session. Killed before it, the frames are leftovers that nothing reads.
+FORMAT.md section 5.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from kvcodecs.codec import CodecConfig
+from kvcodecs.errors import InvalidArgument, KvError, Locked
+from kvcodecs.rope import check_tensor, to_coded
+from kvcodecs.spec import F32, Kind, KState
+
+from . import keys
+from .identity import Model, canonical_json
+from .records import (
+    CHUNK_TOKENS,
+    SessionRecord,
+    StreamName,
+    check_ids,
+    pack_ids,
+)
+from .session import Session
+from .stream import Prepared, Put, StreamWriter
+from .writer import SPILL_BYTES, make_streams, new_layout
+
+if TYPE_CHECKING:
+    from .archive import Archive
+    from .backend import Snapshot
+
+#: Smaller than the writer's: the source's own pages count as well.
+_FLUSH_BYTES = SPILL_BYTES // 2
+
+
+class Source(Protocol):
+    """A session's tensors, stream by stream."""
+
+    def n_tokens(self, layer: int, kind: Kind) -> int:
+        """Tokens of one stream; fewer than the session's only for a layer with a window."""
+        ...
+
+    def chunks(self, layer: int, kind: Kind) -> Iterable[npt.NDArray[Any]]:
+        """Yield successive token chunks ``(heads, n, head_dim)``; asked for once per pass."""
+        ...
+
+
+def ingest(
+    archive: Archive,
+    name: str,
+    source: Source,
+    *,
+    model: Model,
+    codecs: Mapping[Kind, CodecConfig],
+    block_tokens: int | str,
+    fit_tokens: int,
+    k_state: KState,
+    token_ids: object,
+    metadata: Mapping[str, Any] | None,
+    progress: Callable[[int, int], None] | None,
+) -> Session:
+    """Store a session from `source`; all of it is the prefill that fixes the stream headers.
+
+    Parameters
+    ----------
+    progress
+        Called with values coded so far and values in all.
+
+    Returns
+    -------
+    session : Session
+        As `Archive.session` returns it.
+
+    Raises
+    ------
+    InvalidArgument
+        As `Archive.create_session` and `Session.append`; also a source that yields other
+        shapes or counts than it said.
+    Locked, Full
+        See `Session.commit`. Whatever was written is removed.
+    """
+    keys.check_name(name)
+    if name in archive:
+        raise InvalidArgument(f"{archive.path}: session {name!r} exists already")
+    if k_state not in ("pre", "post"):
+        raise InvalidArgument(f"k_state {k_state!r}, expected 'pre' or 'post'")
+    where = f"{archive.path}: session {name!r}"
+    metadata = dict(metadata or {})
+    canonical_json(metadata)
+    counts = {stream: source.n_tokens(*stream) for stream in model.streams()}
+    n_tokens = max(counts.values())
+    for (layer, kind), n in counts.items():
+        if not 0 <= n <= n_tokens or (n < n_tokens and model.layers[layer].window is None):
+            raise InvalidArgument(
+                f"{where} layer {layer} {kind}: {n} tokens, other layers have {n_tokens}"
+            )
+    ids = np.empty(0, np.int64) if token_ids is None else check_ids(token_ids, n_tokens)
+    owner = archive.new_owner()
+    record = SessionRecord(
+        owner=owner,
+        model=model.digest,
+        n_tokens=n_tokens,
+        codecs=codecs,
+        fit_tokens=fit_tokens,
+        streams=new_layout(model, block_tokens, has_header=False),
+        has_ids=len(ids) > 0,
+        post=k_state == "post" and any(model.stream(*s).rope for s in counts) and n_tokens > 0,
+        created=int(time.time()),
+        metadata=metadata,
+    )
+    # Held until published, so that `collect_garbage` leaves the frames alone.
+    lease = archive._backend.lease(owner, name)
+    try:
+        sink = _Sink(archive)
+        n_values = sum(model.stream(*s).n_values(n) for s, n in counts.items())
+        n_done = 0
+        states = {}
+        for stream, writer in make_streams(record, model, where).items():
+            n = counts[stream]
+            writer.begin_at(n_tokens - n)
+            chunks = partial(_coded, source, stream, n, writer, k_state)
+            # Only a stream too short for a header keeps its values in the dtype they came in.
+            dtype = _dtype(source, stream) if n < fit_tokens else "float32"
+            advance = partial(_advance, progress, n_done, n_values)
+            _store(writer, writer.prepare(chunks, n, k_state, dtype), sink, advance)
+            states[stream] = writer.state
+            n_done += writer.spec.n_values(n)
+            advance(writer.spec.n_values(n))
+        for chunk, at in enumerate(range(0, len(ids), CHUNK_TOKENS)):
+            packed = pack_ids(ids[at : at + CHUNK_TOKENS])
+            sink.add([(keys.tokens_key(owner, chunk), packed)])
+        archive._publish(name, replace(record, streams=states), model, sink.take())
+    except BaseException as error:
+        _remove(archive, owner, error)
+        raise
+    finally:
+        lease.release()
+    return archive.session(name)
+
+
+def collect_garbage(archive: Archive) -> int:
+    """Remove leftovers of killed writers; return their bytes. See `Archive.gc`."""
+    backend = archive._backend
+    n_bytes = 0
+    with backend.write(archive._timeout) as transaction:
+        live: dict[int, tuple[str, SessionRecord]] = {}
+        models = set()
+        for key, _ in transaction.scan(keys.SESSION):
+            name = keys.parse(key).name or ""
+            record = archive._record(transaction, name)
+            live[record.owner] = name, record
+            models.add(record.model)
+        for owner in _owners(transaction):
+            try:
+                lease = backend.lease(owner, live[owner][0] if owner in live else f"{owner:016x}")
+            except Locked:
+                continue  # somebody is appending, or storing a session not yet published
+            try:
+                found = [
+                    (key, value.nbytes)
+                    for prefix in keys.OWNED
+                    for key, value in transaction.scan(keys.owner_prefix(prefix, owner))
+                    if owner not in live or not _is_needed(key, live[owner][1])
+                ]
+                for key, size in found:
+                    transaction.delete(key)
+                    n_bytes += size
+            finally:
+                lease.release()
+        unused = [
+            (key, value.nbytes)
+            for key, value in transaction.scan(keys.IDENTITY)
+            if keys.parse(key).digest not in models
+        ]
+        for key, size in unused:
+            transaction.delete(key)
+            n_bytes += size
+    return n_bytes
+
+
+def _coded(
+    source: Source, stream: StreamName, n_tokens: int, writer: StreamWriter, k_state: KState
+) -> Iterator[F32]:
+    """Yield a stream's chunks in the coded domain, and check that they are what was promised."""
+    position, n_seen = writer.state.start, 0
+    state: KState = k_state if writer.spec.rope is not None else "pre"
+    for chunk in source.chunks(*stream):
+        check_tensor(chunk, writer.spec, writer.where)
+        n_seen += chunk.shape[1]
+        if n_seen > n_tokens:
+            break
+        yield to_coded(chunk, writer.spec, state, position)
+        position += chunk.shape[1]
+    if n_seen != n_tokens:
+        raise InvalidArgument(
+            f"{writer.where}: the source yields {n_seen} tokens or more, it said {n_tokens}"
+        )
+
+
+def _advance(
+    progress: Callable[[int, int], None] | None, base: int, n_values: int, n_done: int
+) -> None:
+    if progress is not None:
+        progress(base + n_done, n_values)
+
+
+def _dtype(source: Source, stream: StreamName) -> str:
+    names = {chunk.dtype.name for chunk in source.chunks(*stream)}
+    return names.pop() if len(names) == 1 else "float32"
+
+
+class _Sink:
+    """Values on their way into the archive, a few MB to a transaction."""
+
+    def __init__(self, archive: Archive) -> None:
+        self._archive = archive
+        self._values: dict[bytes, bytes] = {}
+        self._n_bytes = 0
+
+    def add(self, puts: Iterable[Put]) -> None:
+        for key, value in puts:
+            if value is not None:
+                self._values[key] = value
+                self._n_bytes += len(value)
+        if self._n_bytes < _FLUSH_BYTES:
+            return
+        values = self.take()
+        with self._archive._backend.write(self._archive._timeout) as transaction:
+            for key, value in values.items():
+                transaction.put(key, value)
+
+    def take(self) -> dict[bytes, bytes]:
+        """Return what is not stored yet, in key order, and forget it."""
+        values, self._values, self._n_bytes = dict(sorted(self._values.items())), {}, 0
+        return values
+
+
+def _store(
+    writer: StreamWriter,
+    prepared: Prepared,
+    sink: _Sink,
+    advance: Callable[[int], None],
+) -> None:
+    """Code one stream; its frames go to the sink as they come."""
+    start = writer.end
+
+    def on_seal() -> None:
+        sink.add(writer.take_sealed())
+        writer.sealed_stored()
+        advance(writer.spec.n_values(writer.end - start))
+
+    writer.push(prepared, on_seal)
+    writer.fix_if_due()
+    sink.add(writer.puts())
+
+
+def _owners(snapshot: Snapshot) -> list[int]:
+    found = set()
+    for prefix in keys.OWNED:
+        for key, _ in snapshot.scan(prefix):
+            owner = keys.parse(key).owner
+            if owner is not None:
+                found.add(owner)
+    return sorted(found)
+
+
+def _is_needed(stored: bytes, record: SessionRecord) -> bool:
+    """Whether a key of a published session is one that its record says exists."""
+    key = keys.parse(stored)
+    if key.prefix == keys.TOKENS:
+        index = key.index or 0
+        return record.has_ids and index * CHUNK_TOKENS < record.n_tokens
+    if key.layer is None or key.kind is None:
+        return False
+    state = record.streams.get((key.layer, key.kind))
+    if state is None:
+        return False
+    n_own = record.n_tokens - state.start
+    if key.prefix == keys.HEADER:
+        return state.has_header
+    if key.prefix == keys.HEAD:
+        return state.n_head > 0
+    if key.prefix == keys.TAIL:
+        return state.has_header and n_own % state.block_tokens > 0
+    return state.has_header and (key.index or 0) < n_own // state.block_tokens
+
+
+def _remove(archive: Archive, owner: int, cause: BaseException) -> None:
+    """Remove what an ingest wrote; if that cannot be done now, say so in the cause."""
+    from .archive import delete_owned
+
+    try:
+        with archive._backend.write(archive._timeout) as transaction:
+            delete_owned(transaction, owner)
+    except KvError as error:
+        cause.add_note(f"the frames written so far stay until Archive.gc(): {error}")

@@ -1,0 +1,197 @@
+"""Read everything in an archive and check it; report all problems, not the first.
+
+What is checked: every record, stream header, chunk of token ids and frame has a right checksum
+and is in its place, every frame that a session's record promises exists, and with `decode`
+every block decodes. Leftovers of killed writers are counted, they are no problem.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvcodecs.errors import Corrupt, KvError, NotFound
+from kvcodecs.frame import HEADER_BYTES
+
+from . import keys
+from .reader import Piece, Reader, all_pieces
+from .records import CHUNK_TOKENS, SessionRecord, check_archive, unpack_identity
+from .writer import read_id_chunk
+
+if TYPE_CHECKING:
+    from kvcodecs.spec import Kind
+
+    from .archive import Archive
+    from .backend import Snapshot
+
+
+class Problem(NamedTuple):
+    """One thing that is wrong: where, the kind of error, and what it says."""
+
+    where: str
+    kind: str
+    message: str
+
+
+@dataclass(slots=True)
+class Report:
+    """Outcome of `verify`.
+
+    Attributes
+    ----------
+    problems
+        Empty if the archive is sound.
+    n_leftover
+        Values that no session names: harmless, removed by `Archive.gc`.
+    """
+
+    problems: list[Problem] = field(default_factory=list)
+    n_sessions: int = 0
+    n_frames: int = 0
+    frame_bytes: int = 0
+    n_values: int = 0
+    n_leftover: int = 0
+    decoded: bool = False
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+    def add(self, where: str, error: KvError) -> None:
+        """Note an error."""
+        self.problems.append(Problem(where, type(error).__name__, str(error)))
+
+
+def verify(
+    archive: Archive, *, decode: bool = False, progress: Callable[[int, int], None] | None = None
+) -> Report:
+    """Check a whole archive against one snapshot of it.
+
+    Parameters
+    ----------
+    decode
+        Also decode every block.
+    progress
+        Called with entries checked and entries in all.
+
+    Returns
+    -------
+    report : Report
+        Errors are in it, not raised; only an archive that cannot be read at all raises.
+    """
+    report = Report(decoded=decode)
+    with archive._read() as snapshot:
+        every = {key for key, _ in snapshot.scan(b"")}
+        seen: set[bytes] = set()
+
+        def checked(key: bytes) -> None:
+            seen.add(key)
+            if progress is not None:
+                progress(len(seen), len(every))
+
+        _check_archive_record(archive, snapshot, report)
+        checked(keys.ARCHIVE)
+        for key in sorted(every):
+            try:
+                parsed = keys.parse(key)
+            except Corrupt as error:
+                report.add(f"key {key!r}", error)
+                checked(key)
+                continue
+            if parsed.prefix == keys.IDENTITY and parsed.digest is not None:
+                _check_identity(archive, snapshot, key, parsed.digest, report)
+                checked(key)
+            elif parsed.prefix == keys.SESSION and parsed.name is not None:
+                report.n_sessions += 1
+                checked(key)
+                for part in _check_session(archive, snapshot, parsed.name, report):
+                    if part in every:  # a missing one has been reported
+                        checked(part)
+        report.n_leftover = len(every - seen)
+    return report
+
+
+def _check_archive_record(archive: Archive, snapshot: Snapshot, report: Report) -> None:
+    try:
+        value = snapshot.get(keys.ARCHIVE)
+        if value is None:
+            raise Corrupt(f"{archive.path}: archive record missing")
+        check_archive(value, archive.path)
+    except KvError as error:
+        report.add("archive record", error)
+
+
+def _check_identity(
+    archive: Archive, snapshot: Snapshot, key: bytes, digest: bytes, report: Report
+) -> None:
+    where = f"model {digest.hex()}"
+    try:
+        value = snapshot.get(key)
+        if value is None:
+            raise NotFound(f"{archive.path}: {where}: missing")
+        unpack_identity(value, digest, f"{archive.path}: {where}")
+    except KvError as error:
+        report.add(where, error)
+
+
+def _check_session(
+    archive: Archive, snapshot: Snapshot, name: str, report: Report
+) -> Iterator[bytes]:
+    """Check one session and yield the keys that it names."""
+    where = f"session {name!r}"
+    try:
+        record = archive._record(snapshot, name, fresh=True)
+        model = archive._model(snapshot, record.model, fresh=True)
+    except KvError as error:
+        report.add(where, error)
+        return
+    reader = Reader(model, record.owner, f"{archive.path}: {where}")
+    for (layer, kind), state in record.streams.items():
+        spot = f"{where} layer {layer} {kind}"
+        header_ok = True
+        if state.has_header:
+            yield keys.stream_key(keys.HEADER, record.owner, layer, kind)
+            try:
+                reader.coding(snapshot, layer, kind)
+            except KvError as error:
+                report.add(f"{spot} header", error)
+                header_ok = False
+        for piece in all_pieces(record.owner, layer, kind, state, record.n_tokens):
+            yield piece.key
+            if header_ok or piece.raw:
+                _check_frame(snapshot, reader, piece, layer, kind, where, report)
+    if record.has_ids:
+        yield from _check_ids(snapshot, record, where, reader.where, report)
+
+
+def _check_frame(
+    snapshot: Snapshot,
+    reader: Reader,
+    piece: Piece,
+    layer: int,
+    kind: Kind,
+    where: str,
+    report: Report,
+) -> None:
+    try:
+        coding, _, payload = reader.open(snapshot, piece, layer, kind)
+        if report.decoded:
+            reader.decode(snapshot, piece, layer, kind)
+        snapshot.release(payload)
+        report.n_values += coding.params.spec.n_values(piece.n_tokens)
+        report.frame_bytes += HEADER_BYTES + payload.nbytes
+        report.n_frames += 1
+    except KvError as error:
+        report.add(f"{where} {piece.name}", error)
+
+
+def _check_ids(
+    snapshot: Snapshot, record: SessionRecord, spot: str, where: str, report: Report
+) -> Iterator[bytes]:
+    for chunk in range(-(-record.n_tokens // CHUNK_TOKENS)):
+        yield keys.tokens_key(record.owner, chunk)
+        try:
+            read_id_chunk(snapshot, record, chunk, where)
+        except KvError as error:
+            report.add(f"{spot} token ids chunk {chunk}", error)
