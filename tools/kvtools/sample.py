@@ -1,0 +1,94 @@
+"""The packaged sample, or a file of the user's, loaded whole: for `demo` and `bench`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from kvcodecs.errors import InvalidArgument
+
+from kvstore import Model
+from kvtools.kvfile import KvFile
+from kvtools.source import build_model
+from kvtools.tensorfile import TensorFile
+
+SAMPLE_NAME = "smollm2_135m_prose.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """KV in memory.
+
+    Attributes
+    ----------
+    label
+        Where it came from.
+    model
+        Identity, with RoPE.
+    k, v : lists of [heads][tokens][head_dim]
+        K before RoPE, and V, per layer, in the file's dtype.
+    token_ids : (tokens,) int64
+        Made up if the file has none.
+    """
+
+    label: str
+    model: Model
+    k: list[npt.NDArray[Any]]
+    v: list[npt.NDArray[Any]]
+    token_ids: npt.NDArray[np.int64]
+
+    @property
+    def n_tokens(self) -> int:
+        return int(self.k[0].shape[1])
+
+    @property
+    def n_values(self) -> int:
+        return sum(x.size for x in (*self.k, *self.v))
+
+    def tiled(self, n_tokens: int, n_layers: int | None = None) -> Sample:
+        """Repeat the tokens, and the layers, until there are as many as asked for.
+
+        Repeated values are as hard to code as the originals: no codec here looks further back
+        than one token.
+        """
+        layers = range(self.model.n_layers if n_layers is None else n_layers)
+        here = np.arange(n_tokens) % self.n_tokens
+        k = [self.k[i % len(self.k)][:, here] for i in layers]
+        v = [self.v[i % len(self.v)][:, here] for i in layers]
+        specs = tuple(self.model.layers[i % self.model.n_layers] for i in layers)
+        model = Model(name=self.model.name, layers=specs, rope=self.model.rope)
+        return Sample(self.label, model, k, v, self.token_ids[here])
+
+
+def load_sample(path: str | None = None) -> Sample:
+    """Load the packaged sample, or the file at `path`.
+
+    Raises
+    ------
+    InvalidArgument
+        The file has no V or has K after RoPE.
+    """
+    if path is not None:
+        return _load(path, path)
+    with resources.as_file(resources.files("kvtools") / "data" / SAMPLE_NAME) as packaged:
+        return _load(str(packaged), "packaged sample")
+
+
+def _load(path: str, label: str) -> Sample:
+    with TensorFile(path) as file:
+        kv = KvFile(file)
+        if kv.k_state != "pre":
+            raise InvalidArgument(f"{path}: K is after RoPE; a tensor k_pre is needed here")
+        k, v = [], []
+        for layer in kv.layers:
+            if layer.v is None:
+                raise InvalidArgument(f"{path}: layer {layer.number} has no V")
+            k.append(kv.read(layer.k, 0, kv.n_tokens))
+            v.append(kv.read(layer.v, 0, kv.n_tokens))
+        ids = kv.token_ids()
+        if ids is None:
+            ids = np.arange(kv.n_tokens, dtype=np.int64)
+        return Sample(label, build_model(kv), k, v, ids)

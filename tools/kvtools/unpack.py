@@ -1,0 +1,167 @@
+"""`kvstore unpack`: a session, or a part of it, to a safetensors file.
+
+The file appears complete or not at all, and can be packed again as it is: what tensors cannot say
+is in the header's metadata.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+from kvcodecs.errors import InvalidArgument, NotFound
+from kvcodecs.spec import Kind, float_dtype
+
+import kvstore
+from kvstore import Model
+from kvtools.source import METADATA_KEY, has_rope
+from kvtools.tensorfile import TensorWriter
+from kvtools.terminal import progress, show_json, size_text
+
+Shapes = dict[str, tuple[npt.DTypeLike, tuple[int, ...]]]
+
+
+def run_unpack(args: argparse.Namespace) -> int:
+    """Write one file; an existing one is replaced only with ``--force``."""
+    with kvstore.open(args.archive) as archive:
+        name = args.session or only_session(archive)
+        session = archive.session(name)
+        layers = _chosen_layers(args.layers, session.model, f"{args.archive}: session {name!r}")
+        numbers = layer_numbers(session)
+        start, stop = args.range
+        stop = session.n_committed if stop is None else stop
+        if stop > session.n_committed or start > stop:
+            raise InvalidArgument(
+                f"{args.archive}: session {name!r} has tokens 0:{session.n_committed}, "
+                f"not {start}:{stop}"
+            )
+        model = replace(session.model, layers=tuple(session.model.layers[i] for i in layers))
+        if args.k_state == "post" and not has_rope(model):
+            raise InvalidArgument(
+                f"{args.archive}: session {name!r} has no RoPE frequencies: only --k-state pre"
+            )
+        dtype = float_dtype(args.dtype or model.dtype or "float32")
+        token_ids = session.token_ids()
+        plan = _Layout(model, [numbers[i] for i in layers], args.k_state, stop - start, dtype)
+        shapes = plan.shapes()
+        if token_ids is not None:
+            token_ids = token_ids[start:stop]
+            shapes["token_ids"] = (_id_dtype(token_ids), token_ids.shape)
+        metadata = _metadata(model, name, start, [numbers[i] for i in layers])
+        with TensorWriter(args.output, shapes, metadata, overwrite=args.force) as writer:
+            if token_ids is not None:
+                writer.array("token_ids")[...] = token_ids
+            streams = model.streams()
+            with progress("unpack", quiet=args.quiet or args.json) as advance:
+                for done, (index, kind) in enumerate(streams):
+                    session.read(
+                        layers[index],
+                        kind,
+                        start,
+                        stop,
+                        k_state=args.k_state,
+                        dtype=dtype.name,
+                        out=plan.view(writer, index, kind),
+                    )
+                    writer.release()
+                    advance(done + 1, len(streams))
+    if args.json:
+        tensors = {key: list(shape) for key, (_, shape) in shapes.items()}
+        show_json({"session": name, "start": start, "stop": stop, "tensors": tensors})
+    elif not args.quiet:
+        n_bytes = writer.path.stat().st_size
+        print(
+            f"unpacked {name!r}: tokens {start}:{stop}, {len(layers)} layers, {dtype.name}, "
+            f"{size_text(n_bytes)}"
+        )
+    return 0
+
+
+class _Layout:
+    """The tensors of the file: a 4-D one per kind where layers are alike, else 3-D ones."""
+
+    def __init__(
+        self,
+        model: Model,
+        numbers: list[int],
+        k_state: str,
+        n_tokens: int,
+        dtype: np.dtype[np.generic],
+    ) -> None:
+        self._model, self._numbers, self._n_tokens, self._dtype = model, numbers, n_tokens, dtype
+        self._names = {"k": "k_pre" if k_state == "pre" else "k", "v": "v"}
+        geometry = {(layer.heads, layer.head_dim_k, layer.head_dim_v) for layer in model.layers}
+        self._stacked = len(geometry) == 1
+
+    def shapes(self) -> Shapes:
+        shapes: Shapes = {}
+        for index, kind in self._model.streams():
+            spec = self._model.stream(index, kind)
+            one = (spec.heads, self._n_tokens, spec.head_dim)
+            shape = (self._model.n_layers, *one) if self._stacked else one
+            shapes[self._name(index, kind)] = (self._dtype, shape)
+        return shapes
+
+    def view(self, writer: TensorWriter, index: int, kind: Kind) -> npt.NDArray[np.generic]:
+        array = writer.array(self._name(index, kind))
+        return array[index] if self._stacked else array
+
+    def _name(self, index: int, kind: Kind) -> str:
+        name = self._names[kind]
+        return name if self._stacked else f"layers.{self._numbers[index]}.{name}"
+
+
+def only_session(archive: kvstore.Archive) -> str:
+    """Return the name of the archive's only session; otherwise say what to do."""
+    names = [info.name for info in archive.sessions()]
+    if len(names) == 1:
+        return names[0]
+    if not names:
+        raise NotFound(f"{archive.path}: no sessions")
+    listed = ", ".join(map(repr, names[:5])) + (", ..." if len(names) > 5 else "")
+    raise InvalidArgument(
+        f"{archive.path}: {len(names)} sessions, choose one with --session: {listed}"
+    )
+
+
+def layer_numbers(session: kvstore.Session) -> list[int]:
+    """Return the model's own numbers of a session's layers, as `pack` kept them."""
+    numbers = session.info().metadata.get("layers")
+    n_layers = session.model.n_layers
+    if isinstance(numbers, list) and len(numbers) == n_layers and len(set(numbers)) == n_layers:
+        return [int(number) for number in numbers]
+    return list(range(n_layers))
+
+
+def _chosen_layers(wanted: list[int] | None, model: Model, where: str) -> list[int]:
+    if wanted is None:
+        return list(range(model.n_layers))
+    beyond = [layer for layer in wanted if layer >= model.n_layers]
+    if beyond:
+        raise InvalidArgument(f"{where} has layers 0 to {model.n_layers - 1}, not {beyond}")
+    return wanted
+
+
+def _id_dtype(token_ids: npt.NDArray[np.int64]) -> npt.DTypeLike:
+    fits = token_ids.size == 0 or (token_ids.min() >= -(2**31) and token_ids.max() < 2**31)
+    return np.int32 if fits else np.int64
+
+
+def _metadata(model: Model, session: str, start: int, numbers: list[int]) -> Mapping[str, str]:
+    """Return the header's metadata: ours, and the plain fields that any program can read."""
+    ours = {"version": 1, "session": session, "model": model.to_json()}
+    metadata = {METADATA_KEY: json.dumps(ours), "layers": json.dumps(numbers)}
+    metadata["model"] = model.name
+    if model.revision:
+        metadata["revision"] = model.revision
+    if start:
+        metadata["first_token"] = str(start)
+    if model.rope is not None:
+        metadata["rope_inv_freq_f32"] = json.dumps([float(x) for x in model.rope.inv_freq])
+        metadata["rope_style"] = model.rope.style
+        metadata["rope_scaling"] = repr(model.rope.scaling)
+    return metadata
