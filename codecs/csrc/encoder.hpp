@@ -2,6 +2,7 @@
 // FORMAT.md section 4. Host only.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <vector>
@@ -10,10 +11,12 @@
 
 namespace kv {
 
-// Range encoder with carry propagation: `low` keeps the carry in bit 32, bytes that a carry may still change
-// wait as one cached byte and a count of 0xFF bytes behind it.
-class RangeEncoder {
- public:
+// The coder's state while it runs: `low` and `range` in registers, bytes straight into reserved memory.
+struct RangeCursor {
+  kv_u32 low;
+  kv_u32 range;
+  kv_u8* next;
+
   void encode(bool one, kv_u32& model) {
     const kv_u32 m = model;
     split(one, model_probability(m));
@@ -21,53 +24,67 @@ class RangeEncoder {
   }
   void encode_raw(bool one) { split(one, kOne / 2); }
 
-  // The substream as if coding ended here. The encoder itself can go on.
+ private:
+  void split(bool one, kv_u32 probability) {
+    const kv_u32 bound = (range >> 16) * probability;
+    if (one) {
+      range = bound;
+    } else {
+      range -= bound;
+      low += bound;
+      if (KV_UNLIKELY(low < bound)) carry();
+    }
+    while (KV_UNLIKELY(range < kTop)) {
+      *next++ = (kv_u8)(low >> 24);
+      low <<= 8;
+      range <<= 8;
+    }
+  }
+  // The code value stays below 1, so a byte below 0xFF always stands before the ones it turns over.
+  void carry() {
+    kv_u8* byte = next;
+    while (++*--byte == 0) {
+    }
+  }
+};
+
+// Range encoder of one substream. It writes what an encoder with a cached byte (as in LZMA) writes, without that
+// encoder's constant first byte: carries go into the bytes already written instead of waiting for them.
+class RangeEncoder {
+ public:
+  // Run with room for `n_bytes` more; `resume` keeps the result.
+  RangeCursor run(std::size_t n_bytes) {
+    if (bytes_.size() - size_ < n_bytes) bytes_.resize(size_ + std::max(n_bytes, bytes_.size() / 2));
+    return {low_, range_, bytes_.data() + size_};
+  }
+  void resume(const RangeCursor& cursor) {
+    low_ = cursor.low;
+    range_ = cursor.range;
+    size_ = (std::size_t)(cursor.next - bytes_.data());
+  }
+
+  // The substream as if coding ended here, trailing zeros trimmed. The encoder itself can go on.
   std::vector<kv_u8> finished() const {
-    RangeEncoder copy = *this;
-    for (int i = 0; i < 5; ++i) copy.shift_low();
-    std::vector<kv_u8> bytes(copy.bytes_.begin() + 1, copy.bytes_.end());  // the first byte is always 0
+    std::vector<kv_u8> bytes(bytes_.begin(), bytes_.begin() + (std::ptrdiff_t)size_);
+    for (int shift = 24; shift >= 0; shift -= 8) bytes.push_back((kv_u8)(low_ >> shift));
     while (!bytes.empty() && bytes.back() == 0) bytes.pop_back();
     return bytes;
   }
 
  private:
-  void split(bool one, kv_u32 probability) {
-    const kv_u32 bound = (range_ >> 16) * probability;
-    if (one) {
-      range_ = bound;
-    } else {
-      low_ += bound;
-      range_ -= bound;
-    }
-    while (range_ < kTop) {
-      range_ <<= 8;
-      shift_low();
-    }
-  }
-
-  void shift_low() {
-    if (low_ < 0xFF000000u || low_ > 0xFFFFFFFFu) {
-      const kv_u8 carry = (kv_u8)(low_ >> 32);
-      bytes_.push_back((kv_u8)(cache_ + carry));
-      for (; pending_ > 0; --pending_) bytes_.push_back((kv_u8)(0xFF + carry));
-      cache_ = (kv_u8)(low_ >> 24);
-    } else {
-      ++pending_;
-    }
-    low_ = (low_ & 0x00FFFFFFu) << 8;
-  }
-
-  kv_u64 low_ = 0;
+  kv_u32 low_ = 0;
   kv_u32 range_ = 0xFFFFFFFFu;
-  kv_u8 cache_ = 0;
-  kv_u64 pending_ = 0;
   std::vector<kv_u8> bytes_;
+  std::size_t size_ = 0;
 };
+
+// No residual takes more: 50 modelled bits of 11 each (the least probability is above 2^-11) and 23 raw ones.
+constexpr std::size_t kMaxResidualBytes = 72;
 
 inline kv_u32 floor_log2(kv_u32 w) { return 31u - (kv_u32)__builtin_clz(w); }
 
 // |q| < 2^24; the callers check.
-inline void encode_residual(RangeEncoder& e, kv_u32* models, kv_i32 q) {
+inline void encode_residual(RangeCursor& e, kv_u32* models, kv_i32 q) {
   e.encode(q == 0, models[0]);
   if (q == 0) return;
   e.encode_raw(q < 0);
@@ -101,6 +118,41 @@ struct ErrorSums {
 };
 constexpr double kErrorScale = 256.0;
 
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(__SANITIZE_ADDRESS__)
+#define KV_CLONES __attribute__((target_clones("arch=skylake-avx512", "avx2", "default")))
+#else
+#define KV_CLONES
+#endif
+
+// Residuals, reconstructions (into `previous`) and absolute errors of one row. False: a residual of 2^24 or a value
+// of 2^24 units or more. `scale` is an integer. Plain loops over arrays, so that compilers vectorise them.
+KV_CLONES static bool quantise_row(kv_u32 n, const float* __restrict x, const kv_i32* __restrict mean,
+                                   const kv_i32* __restrict rho, double unit, double scale,
+                                   kv_i32* __restrict previous, kv_i32* __restrict residuals,
+                                   double* __restrict errors) {
+  const float unit32 = (float)unit;
+  kv_i32 faults = 0;
+  for (kv_u32 i = 0; i < n; ++i) {
+    const double value = x[i];
+    const kv_i32 prediction = mean[i] + ((rho[i] * (previous[i] - mean[i])) >> 4);
+    const double target = (value / unit - (double)prediction) / scale;
+    const bool in_range = std::fabs(target) < (double)kValueLimit - 0.5;  // false for NaN
+    const double bounded = in_range ? target : 0.0;
+    // Nearest, halves away from zero; adding 0.5 before truncating would not be exact.
+    const kv_i32 whole = (kv_i32)bounded;
+    const double rest = bounded - (double)whole;
+    const kv_i32 q = whole + (kv_i32)(rest >= 0.5) - (kv_i32)(rest <= -0.5);
+    const double exact = (double)prediction + (double)q * scale;
+    const bool representable = std::fabs(exact) < (double)kValueLimit;
+    faults |= (kv_i32)!(in_range & representable);
+    const kv_i32 r = representable ? (kv_i32)exact : 0;
+    residuals[i] = q;
+    previous[i] = r;
+    errors[i] = std::fabs(value - (double)((float)r * unit32));
+  }
+  return faults == 0;
+}
+
 // One block of the lane layout under construction: tokens come in, the payload can be taken at any moment.
 class BlockEncoder {
  public:
@@ -117,10 +169,14 @@ class BlockEncoder {
                const kv_u32* prior)
       : g_(geometry), groups_(geometry.head_dim / geometry.width) {
     lanes_.resize((std::size_t)g_.heads * groups_);
+    residuals_.resize(g_.width);
+    values_.resize(g_.width);
+    errors_.resize(g_.width);
     for (kv_u32 l = 0; l < lanes_.size(); ++l) {
       Lane& lane = lanes_[l];
       lane.channels.resize(g_.width);
-      lane.states.resize(g_.width);
+      for (auto* table : {&lane.mean, &lane.rho, &lane.previous}) table->resize(g_.width);
+      lane.context.resize(g_.width);
       int dense[kClasses];
       std::fill(dense, dense + kClasses, -1);
       for (kv_u32 i = 0; i < g_.width; ++i) {
@@ -132,7 +188,9 @@ class BlockEncoder {
           lane.models.insert(lane.models.end(), first, first + kClassModels);
         }
         lane.channels[i] = {mean[j], rho[j], (kv_u32)dense[cls[j]], in_head};
-        lane.states[i] = {mean[j], (kv_u32)dense[cls[j]] * kClassModels};
+        lane.mean[i] = lane.previous[i] = mean[j];
+        lane.rho[i] = rho[j];
+        lane.context[i] = (kv_u32)dense[cls[j]] * kClassModels;
       }
     }
   }
@@ -175,45 +233,51 @@ class BlockEncoder {
   struct Lane {
     RangeEncoder coder;
     std::vector<Channel> channels;
-    std::vector<ChannelState> states;
+    std::vector<kv_i32> mean, rho, previous;  // of each channel, apart so that quantise_row vectorises
+    std::vector<kv_u32> context;
     std::vector<kv_u32> models;
   };
 
+  // Row by row: first every prediction, residual and reconstruction, then the coding. The two loops have nothing in
+  // common but the row's residuals, and the first runs at the speed of its divisions.
   bool push_lane(Lane& lane, const float* x, kv_u64 n) {
-    const float unit = (float)g_.unit;
-    const double error_scale = kErrorScale / g_.unit;
-    double max_error = error_.max_error, sum_squares = 0;
+    const std::size_t row_bytes = (std::size_t)g_.width * kMaxResidualBytes;
     for (kv_u64 t = 0; t < n; ++t, x += g_.head_dim) {
-      const kv_u64 position = g_.first_token + n_tokens_ + t;
-      const kv_i32 scale = position < g_.sink ? 1 : (kv_i32)g_.sink_div;
+      if (!quantise(lane, x, g_.first_token + n_tokens_ + t)) return false;
+      RangeCursor coder = lane.coder.run(row_bytes);
+      kv_u32* models = lane.models.data();
       for (kv_u32 i = 0; i < g_.width; ++i) {
-        const Channel& channel = lane.channels[i];
-        ChannelState& state = lane.states[i];
-        const kv_i32 prediction = predict(channel, state.previous);
-        const double value = x[channel.output];
-        const double target = (value / g_.unit - (double)prediction) / (double)scale;
-        if (!(std::fabs(target) < (double)(1 << kBits) - 0.5)) return false;
-        const kv_i32 q = (kv_i32)round_half_away(target);
-        const kv_i64 r = prediction + (kv_i64)q * scale;
-        if (r >= kValueLimit || r <= -kValueLimit) return false;
-        encode_residual(lane.coder, lane.models.data() + state.context, q);
-        state.previous = (kv_i32)r;
-        state.context = context_of(channel, q);
-        const double e = std::fabs(value - (double)((float)r * unit));
-        max_error = e > max_error ? e : max_error;
-        const double scaled = (double)(kv_i64)(e * error_scale + 0.5);
-        sum_squares += scaled * scaled;
+        encode_residual(coder, models + lane.context[i], residuals_[i]);
+        lane.context[i] = context_of(lane.channels[i], residuals_[i]);
       }
+      lane.coder.resume(coder);
     }
-    error_.max_error = max_error;
-    error_.sum_squares += sum_squares;
     error_.n_values += n * g_.width;
     return true;
+  }
+
+  bool quantise(Lane& lane, const float* x, kv_u64 position) {
+    for (kv_u32 i = 0; i < g_.width; ++i) values_[i] = x[lane.channels[i].output];
+    const double scale = position < g_.sink ? 1.0 : (double)g_.sink_div;
+    const bool fine = quantise_row(g_.width, values_.data(), lane.mean.data(), lane.rho.data(), g_.unit, scale,
+                                   lane.previous.data(), residuals_.data(), errors_.data());
+    const double error_scale = kErrorScale / g_.unit;
+    for (kv_u32 i = 0; i < g_.width; ++i) {
+      const double e = errors_[i];
+      const double scaled = (double)(kv_i64)(std::min(e * error_scale, 1e15) + 0.5);
+      error_.max_error = e > error_.max_error ? e : error_.max_error;
+      error_.sum_squares += scaled * scaled;
+    }
+    return fine;
   }
 
   Geometry g_;
   kv_u32 groups_;
   std::vector<Lane> lanes_;
+  // Of the row being coded.
+  std::vector<float> values_;
+  std::vector<kv_i32> residuals_;
+  std::vector<double> errors_;
   kv_u64 n_tokens_ = 0;
   ErrorSums error_;
 };

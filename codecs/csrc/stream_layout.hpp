@@ -84,15 +84,17 @@ inline bool encode_stream_block(const StreamParams& p, const kv_u32* prior, cons
   RangeEncoder coder;
   for (kv_u64 t = 0; t < n; ++t) {
     const double step = p.step * p.scale(first_token + t);
+    RangeCursor cursor = coder.run(p.channels() * kMaxResidualBytes);
     for (kv_u64 j = 0; j < p.channels(); ++j) {
       const double value = y[(j / p.head_dim * stride + t) * p.head_dim + j % p.head_dim];
       const double prediction = block.predict(j, t == 0);
       const double target = (value - prediction) / step;
       if (!(std::fabs(target) < (double)(1 << kBits) - 0.5)) return false;
       const kv_i32 q = (kv_i32)round_half_away(target);
-      encode_residual(coder, block.models(j), q);
+      encode_residual(cursor, block.models(j), q);
       block.update(j, prediction + (double)q * step, q);
     }
+    coder.resume(cursor);
   }
   out = coder.finished();
   return true;
