@@ -207,7 +207,7 @@ class SessionWriter:
         found: dict[StreamName, Tensor] = {}
         for kind, tensors in given.items():
             n_layers = self._model.n_layers
-            items: Sequence[Any] = [None] * n_layers if tensors is None else tensors
+            items: Any = [None] * n_layers if tensors is None else tensors
             if len(items) != n_layers:
                 raise InvalidArgument(
                     f"{self._where}: {kind} has {len(items)} layers, the model {n_layers}"

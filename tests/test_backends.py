@@ -1,0 +1,381 @@
+"""One suite for every backend; memory is the model that the others follow."""
+
+import os
+import threading
+
+import pytest
+
+from kvcodecs.errors import Closed, Full, InvalidArgument, Locked, NotFound, Truncated
+from kvstore.backend import open_backend
+from kvstore.backends import memory
+
+
+class BackendSuite:
+    """What the engine relies on. Subclasses say where archives go."""
+
+    @pytest.fixture
+    def place(self, tmp_path):
+        raise NotImplementedError
+
+    @pytest.fixture
+    def backend(self, place):
+        backend = open_backend(place, "a")
+        yield backend
+        backend.close()
+
+    def put(self, backend, **values):
+        with backend.write(1.0) as txn:
+            for key, value in values.items():
+                txn.put(key.encode(), value)
+
+    def get(self, backend, key):
+        with backend.read() as snapshot:
+            value = snapshot.get(key.encode())
+            return None if value is None else bytes(value)
+
+    def test_put_get_delete(self, backend):
+        self.put(backend, a=b"1", b=b"2")
+        assert self.get(backend, "a") == b"1"
+        assert self.get(backend, "c") is None
+        with backend.write(1.0) as txn:
+            txn.put(b"a", memoryview(b"xyz")[1:])
+            txn.delete(b"b")
+            txn.delete(b"never there")
+            assert bytes(txn.get(b"a")) == b"yz"
+            assert txn.get(b"b") is None
+        assert self.get(backend, "a") == b"yz"
+        assert self.get(backend, "b") is None
+
+    def test_values_are_read_only_and_whole(self, backend):
+        big = os.urandom(1 << 20)
+        self.put(backend, big=big)
+        with backend.read() as snapshot:
+            view = snapshot.get(b"big")
+            assert view.readonly
+            assert view == big
+            snapshot.release(view)
+            assert view == big
+
+    def test_scan_is_ordered_and_bounded(self, backend):
+        names = [b"a", b"ab", b"b\x00", b"b\x01", b"b\xff", b"b\xff\xff", b"c"]
+        with backend.write(1.0) as txn:
+            for name in reversed(names):
+                txn.put(name, name * 2)
+        with backend.read() as snapshot:
+            assert [key for key, _ in snapshot.scan(b"")] == names
+            found = [(key, bytes(value)) for key, value in snapshot.scan(b"b")]
+            assert found == [(name, name * 2) for name in names[2:6]]
+            assert list(snapshot.scan(b"b\xff\xff\xff")) == []
+            assert list(snapshot.scan(b"zz")) == []
+
+    def test_scan_inside_a_transaction_sees_its_changes(self, backend):
+        self.put(backend, a=b"1", b=b"2")
+        with backend.write(1.0) as txn:
+            txn.put(b"c", b"3")
+            txn.delete(b"a")
+            assert [key for key, _ in txn.scan(b"")] == [b"b", b"c"]
+
+    def test_rollback(self, backend):
+        self.put(backend, a=b"1")
+        with pytest.raises(KeyError), backend.write(1.0) as txn:
+            txn.put(b"a", b"2")
+            txn.put(b"b", b"2")
+            raise KeyError
+        assert self.get(backend, "a") == b"1"
+        assert self.get(backend, "b") is None
+        self.put(backend, b=b"3")  # and the lock is free
+        assert self.get(backend, "b") == b"3"
+
+    def test_snapshots_do_not_move(self, backend):
+        self.put(backend, a=b"1")
+        with backend.read() as before:
+            self.put(backend, a=b"2", b=b"2")
+            assert bytes(before.get(b"a")) == b"1"
+            assert before.get(b"b") is None
+            assert [key for key, _ in before.scan(b"")] == [b"a"]
+            with backend.read() as after:
+                assert bytes(after.get(b"a")) == b"2"
+
+    def test_one_writer_at_a_time(self, backend):
+        with backend.write(1.0), pytest.raises(Locked, match="another writer"):
+            with backend.write(0.05):
+                pass
+        self.put(backend, a=b"1")
+
+    def test_a_waiting_writer_gets_its_turn(self, backend):
+        entered = threading.Event()
+
+        def other():
+            entered.set()
+            self.put(backend, b=b"2")
+
+        thread = threading.Thread(target=other)
+        with backend.write(1.0) as txn:
+            thread.start()
+            entered.wait()
+            txn.put(b"a", b"1")
+        thread.join()
+        assert self.get(backend, "a") == b"1"
+        assert self.get(backend, "b") == b"2"
+
+    def test_many_threads(self, backend):
+        def work(i):
+            for j in range(10):
+                with backend.write(10.0) as txn:
+                    old = txn.get(b"sum")
+                    txn.put(b"sum", str(int(bytes(old or b"0")) + 1).encode())
+                    txn.put(f"{i}/{j}".encode(), bytes(100))
+                with backend.read() as snapshot:
+                    assert snapshot.get(f"{i}/{j}".encode()).nbytes == 100
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert self.get(backend, "sum") == b"40"
+
+    def test_keys_that_do_not_fit(self, backend):
+        with backend.write(1.0) as txn:
+            txn.put(bytes([1]) * 511, b"x")
+            for key in (b"", bytes(512)):
+                with pytest.raises(InvalidArgument, match="key of"):
+                    txn.put(key, b"x")
+
+    def test_lease(self, backend, place):
+        lease = backend.lease(7, "s")
+        with pytest.raises(Locked, match="'s' already has an appender"):
+            backend.lease(7, "s")
+        other = open_backend(place, "a")
+        with pytest.raises(Locked):
+            other.lease(7, "s")
+        other.lease(8, "t").release()
+        lease.release()
+        lease.release()
+        again = other.lease(7, "s")
+        again.release()
+        other.close()
+
+    def test_reopen(self, backend, place):
+        self.put(backend, a=b"1")
+        backend.close()
+        backend.close()
+        for use in (backend.read, lambda: backend.write(1.0)):
+            with pytest.raises(Closed), use():
+                pass
+        with pytest.raises(Closed):
+            backend.info()
+        again = open_backend(place, "r")
+        assert self.get(again, "a") == b"1"
+        again.close()
+
+    def test_two_objects_share_one_archive(self, backend, place):
+        reader = open_backend(place, "r")
+        self.put(backend, a=b"1")
+        assert self.get(reader, "a") == b"1"
+        backend.close()
+        assert self.get(reader, "a") == b"1"
+        reader.close()
+
+    def test_info(self, backend):
+        self.put(backend, a=bytes(10000))
+        info = backend.info()
+        assert info.n_entries == 1
+        assert info.file_bytes >= 10001
+        assert 0 <= info.free_bytes < info.file_bytes
+
+    def test_limit(self, place):
+        backend = open_backend(place, "a", map_size=1 << 18)
+        self.put(backend, a=bytes(1000))
+        with pytest.raises(Full), backend.write(1.0) as txn:
+            for i in range(100):
+                txn.put(b"x%d" % i, bytes(10000))
+        assert self.get(backend, "a") == bytes(1000)
+        self.put(backend, b=b"there is still room")
+        backend.close()
+
+    def test_absent(self, place):
+        with pytest.raises(NotFound):
+            open_backend(place, "r")
+
+    def test_arguments(self, place):
+        with pytest.raises(InvalidArgument, match="mode 'w'"):
+            open_backend(place, "w")
+        with pytest.raises(InvalidArgument, match="backend 'x'"):
+            open_backend(place, "a", kind="x")
+        with pytest.raises(InvalidArgument, match="map_size 0"):
+            open_backend(place, "a", map_size=0)
+
+
+class TestMemory(BackendSuite):
+    @pytest.fixture
+    def place(self, tmp_path):
+        yield f"memory:{tmp_path}"
+        memory.discard(str(tmp_path))
+
+
+class TestLmdb(BackendSuite):
+    @pytest.fixture
+    def place(self, tmp_path):
+        return str(tmp_path / "a.kv")
+
+    def test_reading_creates_nothing(self, place, tmp_path):
+        with pytest.raises(NotFound, match="no such archive"):
+            open_backend(place, "r")
+        os.mkdir(place)
+        with pytest.raises(NotFound, match=r"data\.mdb is missing"):
+            open_backend(place, "r")
+        assert os.listdir(place) == []
+        with pytest.raises(NotFound, match="parent directory"):
+            open_backend(tmp_path / "no" / "a.kv", "a")
+
+    def test_reading_cannot_write(self, backend, place):
+        reader = open_backend(place, "r")
+        with pytest.raises(InvalidArgument, match="mode='r'"), reader.write(1.0):
+            pass
+        reader.close()
+
+    def test_other_directories_and_files_are_left_alone(self, tmp_path):
+        (tmp_path / "x").write_bytes(b"mine")
+        with pytest.raises(InvalidArgument, match="neither an archive nor an empty"):
+            open_backend(tmp_path, "a")
+        with pytest.raises(InvalidArgument, match="a file"):
+            open_backend(tmp_path / "x", "a")
+        assert os.listdir(tmp_path) == ["x"]
+
+    def test_one_environment_through_links_and_relative_paths(
+        self, backend, place, tmp_path, monkeypatch
+    ):
+        self.put(backend, a=b"1")
+        (tmp_path / "link").symlink_to(place)
+        monkeypatch.chdir(tmp_path)
+        for path in (tmp_path / "link", "a.kv", "./link"):
+            other = open_backend(path, "a")
+            assert self.get(other, "a") == b"1"
+            other.close()
+
+    def test_truncated_file_is_refused_before_and_after_opening(self, backend, place):
+        self.put(backend, a=bytes(100_000), b=bytes(100_000))
+        data = os.path.join(place, "data.mdb")
+        size = os.stat(data).st_size
+        for keep in (size - 1, size // 2, 4096, 100, 0):
+            os.truncate(data, keep)
+            for use in (backend.read, lambda: backend.write(1.0)):
+                with pytest.raises(Truncated, match=rf"has {keep} of \d+ bytes"), use():
+                    pass
+        backend.close()
+        with pytest.raises(Truncated):
+            open_backend(place, "r")
+
+    @pytest.mark.parametrize("keep", [1, 4095, 8192, 50_000])
+    def test_truncated_file_is_refused_at_opening(self, backend, place, keep):
+        self.put(backend, a=bytes(100_000))
+        backend.close()
+        os.truncate(os.path.join(place, "data.mdb"), keep)
+        with pytest.raises(Truncated):
+            other = open_backend(place, "r")
+            with other.read():
+                pass
+
+    def test_closing_waits_for_readers(self, backend, place):
+        self.put(backend, a=b"1")
+        with backend.read() as snapshot:
+            backend.close()
+            assert bytes(snapshot.get(b"a")) == b"1"
+        with pytest.raises(Closed), backend.read():
+            pass
+        again = open_backend(place, "a")
+        assert self.get(again, "a") == b"1"
+        again.close()
+
+    def test_growing_of_another_process_is_adopted(self, backend, place):
+        small = open_backend(place, "a", map_size=1 << 20)
+        self.put(small, a=b"1")
+        backend.close()
+        small.close()
+        small = open_backend(place, "a", map_size=1 << 18)
+        code = (
+            "import sys; from kvstore.backend import open_backend\n"
+            "b = open_backend(sys.argv[1], 'a')\n"
+            "with b.write(5.0) as t: t.put(b'b', bytes(4 << 20))\n"
+        )
+        run_python(code, place)
+        assert self.get(small, "b") == bytes(4 << 20)
+        self.put(small, c=b"2")
+        assert self.get(small, "c") == b"2"
+        small.close()
+
+    def test_fork(self, backend, place):
+        self.put(backend, a=b"1")
+        lease = backend.lease(5, "s")
+        reading, done = threading.Event(), threading.Event()
+
+        def read():
+            with backend.read() as snapshot:
+                reading.set()
+                done.wait()
+                assert bytes(snapshot.get(b"a")) == b"1"
+
+        pid = fork(lambda: self.in_child(backend, place))
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert self.get(backend, "child") == b"yes"
+        # A child forked in the middle of a read must not end that read.
+        thread = threading.Thread(target=read)
+        thread.start()
+        reading.wait()
+        pid = fork(lambda: None)
+        os.waitpid(pid, 0)
+        self.put(backend, a=b"2")
+        done.set()
+        thread.join()
+        with pytest.raises(Locked):
+            backend.lease(5, "s")
+        lease.release()
+
+    def in_child(self, backend, place):
+        with pytest.raises(Closed, match="fork"), backend.read():
+            pass
+        mine = open_backend(place, "a")
+        assert self.get(mine, "a") == b"1"
+        with pytest.raises(Locked):
+            mine.lease(5, "s")
+        self.put(mine, child=b"yes")
+        mine.close()
+
+    def test_other_lmdb_format_and_junk(self, tmp_path):
+        import lmdb
+
+        from kvcodecs.errors import Corrupt, Unsupported
+
+        lmdb.open(str(tmp_path / "new"), lib_version=1).close()
+        with pytest.raises((Corrupt, Unsupported)):
+            open_backend(tmp_path / "new", "r")
+        (tmp_path / "junk").mkdir()
+        (tmp_path / "junk" / "data.mdb").write_bytes(b"junk" * 5000)
+        for mode in ("r", "a"):
+            with pytest.raises(Corrupt):
+                open_backend(tmp_path / "junk", mode)
+
+
+def fork(body):
+    """Fork and run `body` in the child, which exits with 0 unless `body` raises."""
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python 3.12 warns of threads; that is what is tested
+        pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            body()
+            code = 0
+        finally:
+            os._exit(code)
+    return pid
+
+
+def run_python(code, *args):
+    import subprocess
+    import sys
+
+    subprocess.run([sys.executable, "-c", code, *args], check=True, timeout=60)
