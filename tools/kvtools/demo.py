@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -18,12 +19,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import numpy as np
 from kvcodecs.errors import InvalidArgument, KvError
+from kvcodecs.plan import Plan
+from kvcodecs.rope import from_coded, to_coded
+from kvcodecs.spec import KState
 
 import kvstore
 from kvtools.sample import Sample, load_sample
-from kvtools.terminal import show_json
+from kvtools.terminal import number_text, show_json, show_table
 
 SESSION = "demo/prose"
 REL_STEP = 0.25
@@ -115,11 +121,140 @@ def _write(path: str) -> None:
 
 
 def _read_and_check(path: str, sample: Sample) -> tuple[list[Check], dict[str, Any]]:
-    raise NotImplementedError
+    """Open what the killed process left, and compare all of it with the input."""
+    with kvstore.open(path) as archive:
+        session = archive.session(SESSION, expect=sample.model)
+        info = session.info()
+        same_ids = np.array_equal(session.token_ids(), sample.token_ids)
+        checks = [
+            Check(
+                "survives kill -9",
+                session.n_committed == sample.n_tokens and same_ids,
+                f"{session.n_committed} of {sample.n_tokens} tokens committed, and no more",
+            )
+        ]
+        pre = session.read_all(k_state="pre", dtype="float32")
+        worst = _worst_over_bound(info, sample, (0, sample.n_tokens), pre, "pre")
+        n_compared = sum(x.size for x in (*pre[0], *pre[1]) if x is not None)
+        checks.append(
+            Check(
+                "error within step/2",
+                worst <= 1.0 and n_compared == sample.n_values,
+                f"largest {worst:.4f} of the bound, {n_compared} values",
+            )
+        )
+        with _counted_blocks() as blocks:
+            post = session.read_all(*RANGE, k_state="post", dtype="float32")
+        span = f"tokens {RANGE[0]}:{RANGE[1]}"
+        worst_post = _worst_over_bound(info, sample, RANGE, post, "post")
+        checks.append(
+            Check(
+                "K after RoPE within step/sqrt(2)",
+                worst_post <= 1.0,
+                f"largest {worst_post:.4f} of the bound, {span}",
+            )
+        )
+        equal = all(
+            np.array_equal(session.read(layer, "v", *RANGE, dtype="float32"), post[1][layer])
+            and np.array_equal(pre[1][layer][:, RANGE[0] : RANGE[1]], post[1][layer])
+            for layer in range(sample.model.n_layers)
+        )
+        checks.append(Check("a range is a slice of the whole", equal, f"V, {span}"))
+        report = archive.verify(decode=True)
+        checks.append(
+            Check("verify finds no damage", report.ok, f"{report.n_frames} frames, all decoded")
+        )
+        seconds = []
+        for _ in range(REPS):
+            start = time.perf_counter()
+            session.read_all(k_state="pre", dtype="float32")
+            seconds.append(time.perf_counter() - start)
+    numbers = {
+        "bits_per_value": info.bits_per_value,
+        "ratio_fp16": info.ratio_fp16,
+        "max_error": info.error.max_error,
+        "max_error_over_bound": worst,
+        "max_error_post_over_bound": worst_post,
+        "blocks_read": len(blocks),
+        "blocks_stored": info.n_frames,
+        "decode_mvalues_per_s": sample.n_values / statistics.median(seconds) / 1e6,
+    }
+    return checks, numbers
+
+
+@contextmanager
+def _counted_blocks() -> Iterator[list[str]]:
+    """List the blocks that are decoded meanwhile: counted where it happens, not computed."""
+    names: list[str] = []
+    add = Plan.add
+
+    def counting(self: Plan, *args: Any, where: str = "", **kwargs: Any) -> None:
+        names.append(where)
+        add(self, *args, where=where, **kwargs)
+
+    with mock.patch.object(Plan, "add", counting):
+        yield names
+
+
+def _worst_over_bound(
+    info: kvstore.SessionInfo,
+    sample: Sample,
+    span: tuple[int, int],
+    found: tuple[Any, Any],
+    k_state: KState,
+) -> float:
+    """Return the largest error over its bound in `span`, of K alone if it is after RoPE.
+
+    In the coded domain the bound is half a step, and finer for the sinks. After RoPE each value
+    mixes two channels: sqrt(2) times that, and the rounding of float32 arithmetic.
+    """
+    worst = 0.0
+    start, stop = span
+    for stream in info.streams:
+        rotated = k_state == "post"
+        if rotated and stream.kind == "v":
+            continue  # the same either way
+        values = (sample.k if stream.kind == "k" else sample.v)[stream.layer]
+        given = values[:, start:stop].astype(np.float32)
+        if rotated:
+            given = from_coded(
+                to_coded(given, sample.model.stream(stream.layer, "k")),
+                sample.model.stream(stream.layer, "k"),
+                "post",
+                start,
+            )
+        error = np.abs(found[0 if stream.kind == "k" else 1][stream.layer] - given)
+        config = info.codecs[stream.kind]
+        sink, sink_div = int(str(config["sink"])), int(str(config["sink_div"]))
+        bound = np.full(stop - start, (stream.step or 0.0) / 2)
+        bound[: max(0, sink - start)] /= sink_div
+        if rotated:
+            bound = bound * np.sqrt(2.0) + 4e-7 * float(np.abs(given).max())
+        ratio = float((error / bound[:, None]).max())
+        worst = max(worst, ratio if np.isfinite(ratio) else np.inf)
+    return worst
 
 
 def _show(sample: Sample, checks: list[Check], numbers: dict[str, Any]) -> None:
-    raise NotImplementedError
+    show_table(
+        f"{sample.model.name}, {sample.model.n_layers} layers, {sample.n_tokens} tokens of prose",
+        ("", "value"),
+        [
+            ("bits per value, every byte", f"{numbers['bits_per_value']:.3f}"),
+            ("times smaller than float16", f"{numbers['ratio_fp16']:.2f}"),
+            ("max error / bound (step/2)", f"{numbers['max_error_over_bound']:.4f}"),
+            (
+                f"blocks read for tokens {RANGE[0]}:{RANGE[1]}",
+                f"{numbers['blocks_read']} of {numbers['blocks_stored']}",
+            ),
+            ("encode and commit, Mvalues/s", number_text(numbers["encode_mvalues_per_s"], 3)),
+            ("read and decode, Mvalues/s", number_text(numbers["decode_mvalues_per_s"], 3)),
+        ],
+    )
+    print()
+    rows = [("ok" if check.ok else "FAILED", check.name, check.detail) for check in checks]
+    for verdict, name, detail in rows:
+        print(f"{verdict:7}{name}: {detail}")
 
 
 if __name__ == "__main__":

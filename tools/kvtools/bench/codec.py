@@ -1,4 +1,4 @@
-"""Groups `codec` and `size`: frames in memory, without an archive."""
+"""Group `codec`: frames in memory, without an archive."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from kvcodecs.errors import Corrupt
 from kvcodecs.frame import open_frame, pack_frame
 from kvcodecs.plan import Plan, available_cpus
 from kvcodecs.spec import F32, KINDS, Kind, StreamSpec
+
+from kvstore.writer import auto_block_tokens
 from kvtools.bench.rows import Row, interleaved_seconds
 from kvtools.sample import Sample
 
@@ -25,7 +27,6 @@ class CodedStream:
     spec: StreamSpec
     x: F32
     params: Any
-    header_bytes: int
     frames: list[bytes]
 
 
@@ -53,13 +54,18 @@ def encode_stream(
                 error=encoder.error,
             )
         )
-    return CodedStream(layer, spec.kind, spec, x, params, len(codec.pack(params)), frames)
+    return CodedStream(layer, spec.kind, spec, x, params, frames)
 
 
-def encode_all(config: CodecConfig, sample: Sample, block_tokens: int) -> list[CodedStream]:
+def block_tokens(sample: Sample) -> int:
+    """Return the block size that archives choose for the sample's first layer."""
+    return auto_block_tokens(sample.model.stream(0, "k"))
+
+
+def encode_all(config: CodecConfig, sample: Sample, block: int) -> list[CodedStream]:
     """Encode every stream of the sample on one thread."""
     return [
-        encode_stream(config, sample.model.stream(layer, kind), layer, x, block_tokens)
+        encode_stream(config, sample.model.stream(layer, kind), layer, x, block)
         for layer, kind, x in streams_of(sample)
     ]
 
@@ -109,9 +115,9 @@ def check_bound(stream: CodedStream, out: F32, config: CodecConfig) -> None:
         )
 
 
-def measure_codec(config: CodecConfig, sample: Sample, block_tokens: int, reps: int) -> list[Row]:
+def measure_codec(config: CodecConfig, sample: Sample, block: int, reps: int) -> list[Row]:
     """Encode and decode speed from values to frames and back."""
-    streams = encode_all(config, sample, block_tokens)
+    streams = encode_all(config, sample, block)
     n_values = sum(stream.x.size for stream in streams)
     n_cores = available_cpus()
     one: list[npt.NDArray[Any]] = [np.empty_like(s.x) for s in streams]
@@ -129,7 +135,7 @@ def measure_codec(config: CodecConfig, sample: Sample, block_tokens: int, reps: 
     names = ["encode", "decode", f"decode, {n_cores} threads", "decode to float16", "memcpy"]
     times = interleaved_seconds(
         [
-            lambda: encode_all(config, sample, block_tokens),
+            lambda: encode_all(config, sample, block),
             lambda: decode_all(config, streams, one, 1),
             lambda: decode_all(config, streams, many, n_cores),
             lambda: decode_all(config, streams, half, 1),
@@ -148,17 +154,3 @@ def measure_codec(config: CodecConfig, sample: Sample, block_tokens: int, reps: 
         Row("codec", f"{n_cores} threads / one thread, decode", times[1] / times[2], "ratio")
     )
     return rows
-
-
-def measure_size(config: CodecConfig, sample: Sample, block_tokens: int) -> list[Row]:
-    """Bits per value of the payloads, and of frames and stream headers."""
-    streams = encode_all(config, sample, block_tokens)
-    n_values = sum(stream.x.size for stream in streams)
-    frames = [frame for stream in streams for frame in stream.frames]
-    payload = sum(open_frame(frame)[0].payload_bytes for frame in frames)
-    stored = sum(map(len, frames)) + sum(stream.header_bytes for stream in streams)
-    note = f"{block_tokens} tokens per block"
-    return [
-        Row("size", "payloads", 8 * payload / n_values, "bits per value", note),
-        Row("size", "frames and stream headers", 8 * stored / n_values, "bits per value", note),
-    ]

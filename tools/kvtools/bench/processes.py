@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 from kvcodecs.errors import KvError
+
 from kvtools.bench.rows import Row
 from kvtools.sample import Sample
 from kvtools.tensorfile import TensorWriter

@@ -1,0 +1,124 @@
+"""`kvstore bench`: one harness for every number the project states.
+
+Results are compared with the input before anything is timed. Times are medians, measured in turns
+where they are compared with each other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from kvcodecs.codec import CodecConfig
+from kvcodecs.errors import InvalidArgument
+
+from kvtools.bench.rows import Row, environment, write_csv
+from kvtools.pack import POLICIES, codec_config
+from kvtools.sample import Sample, load_sample
+from kvtools.terminal import number_text, progress, show_json, show_table
+
+#: Sessions of these lengths are compared by the group `range`.
+RANGE_TOKENS = (1024, 16384)
+_IMPORT_REPS = 5
+
+
+def run_bench(args: argparse.Namespace) -> int:
+    """Run the chosen groups, print their rows, and write them as CSV if asked to."""
+    config = codec_config(args)
+    chosen = list(GROUPS) if args.only is None else args.only.split(",")
+    unknown = [name for name in chosen if name not in GROUPS]
+    if unknown:
+        args.parser.error(f"--only {','.join(unknown)}: groups are {', '.join(GROUPS)}")
+    if args.csv is not None and not Path(args.csv).resolve().parent.is_dir():
+        raise InvalidArgument(f"{args.csv}: no such folder")
+    sample = load_sample(args.data)
+    rows: list[Row] = []
+    with progress("bench", quiet=args.quiet or args.json) as advance:
+        for done, name in enumerate(chosen):
+            advance(done, len(chosen))
+            with tempfile.TemporaryDirectory(prefix="kvstore-bench-") as folder:
+                rows += GROUPS[name](args, config, sample, Path(folder))
+    context = {
+        "data": sample.label,
+        "codec": " ".join(f"{k}={v}" for k, v in config.to_json().items() if v is not None),
+        "reps": str(args.reps),
+        **environment(),
+    }
+    if args.csv is not None:
+        write_csv(args.csv, rows, context)
+    if args.json:
+        listed = [
+            {"group": r.group, "name": r.name, "value": r.value, "unit": r.unit, "note": r.note}
+            for r in rows
+        ]
+        show_json({"context": context, "rows": listed})
+        return 0
+    if not args.quiet:
+        print("\n".join(f"{name}: {value}" for name, value in context.items()))
+        print()
+    lines = [(f"{r.group}: {r.name}", number_text(r.value), r.unit, r.note) for r in rows]
+    show_table("", ("what", "value", "unit", "note"), lines)
+    return 0
+
+
+_Group = Callable[[argparse.Namespace, CodecConfig, Sample, Path], list[Row]]
+
+
+def _codec(args: argparse.Namespace, config: CodecConfig, sample: Sample, _: Path) -> list[Row]:
+    from kvtools.bench.codec import block_tokens, measure_codec
+
+    return measure_codec(config, sample, block_tokens(sample), args.reps)
+
+
+def _file(args: argparse.Namespace, config: CodecConfig, sample: Sample, path: Path) -> list[Row]:
+    from kvtools.bench.archive import measure_file
+
+    return measure_file(config, sample, path, args.reps)
+
+
+def _range(args: argparse.Namespace, config: CodecConfig, sample: Sample, path: Path) -> list[Row]:
+    from kvtools.bench.archive import measure_range
+
+    return measure_range(config, sample, path, args.reps, RANGE_TOKENS)
+
+
+def _open(args: argparse.Namespace, config: CodecConfig, sample: Sample, path: Path) -> list[Row]:
+    from kvtools.bench.archive import measure_open
+
+    return measure_open(config, sample, path, args.reps)
+
+
+def _append(args: argparse.Namespace, config: CodecConfig, sample: Sample, path: Path) -> list[Row]:
+    from kvtools.bench.archive import measure_append
+
+    return measure_append(config, sample, path)
+
+
+def _import(args: argparse.Namespace, config: CodecConfig, sample: Sample, _: Path) -> list[Row]:
+    from kvtools.bench.processes import measure_import
+
+    return measure_import(max(args.reps, _IMPORT_REPS))
+
+
+def _memory(args: argparse.Namespace, config: CodecConfig, sample: Sample, path: Path) -> list[Row]:
+    from kvtools.bench.processes import measure_memory
+
+    options = ["--codec", args.codec]
+    for name in (*POLICIES, "sink", "sink_div"):
+        value = getattr(args, name)
+        if value is not None:
+            options += ["--" + name.replace("_", "-"), str(value)]
+    return measure_memory(sample, path, args.memory_mb, options)
+
+
+GROUPS: dict[str, _Group] = {
+    "codec": _codec,
+    "file": _file,
+    "range": _range,
+    "open": _open,
+    "append": _append,
+    "import": _import,
+    "memory": _memory,
+}

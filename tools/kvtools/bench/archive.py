@@ -1,0 +1,203 @@
+"""Groups `file`, `range`, `open` and `append`: archives on disk."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from pathlib import Path
+
+import numpy as np
+from kvcodecs.codec import CodecConfig, codec_for
+from kvcodecs.errors import Corrupt, InvalidArgument
+from kvcodecs.frame import open_frame
+from kvcodecs.plan import Plan
+from kvcodecs.spec import KINDS
+
+import kvstore
+from kvtools.bench.codec import encode_stream
+from kvtools.bench.rows import Row, interleaved_seconds, median_seconds
+from kvtools.sample import Sample
+
+N_SESSIONS = 100
+APPEND_LAYERS = 30
+APPEND_PREFILL = 600
+APPENDS = 20
+
+
+def fill(
+    archive: kvstore.Archive, name: str, sample: Sample, config: CodecConfig
+) -> kvstore.Session:
+    """Store a sample as one session, committed."""
+    session = archive.create_session(name, model=sample.model, codec=config)
+    session.append(sample.k, sample.v, token_ids=sample.token_ids)
+    session.commit()
+    return session
+
+
+def measure_file(config: CodecConfig, sample: Sample, folder: Path, reps: int) -> list[Row]:
+    """Every byte of an archive that holds the data once, and the speed of writing and reading."""
+    path = folder / "file.kv"
+    with kvstore.open(path, mode="a") as archive:
+        start = time.perf_counter()
+        session = fill(archive, "bench", sample, config)
+        write_seconds = time.perf_counter() - start
+        info, about = session.info(), archive.info()
+        read_seconds = median_seconds(session.read_all, reps)
+        verify_seconds = median_seconds(archive.verify, reps)
+    n_values = info.n_values
+    overhead = info.total_bytes / info.payload_bytes - 1
+    return [
+        Row("file", "payloads", 8 * info.payload_bytes / n_values, "bits per value"),
+        Row("file", "everything", info.bits_per_value, "bits per value", "with records and keys"),
+        Row("file", "frames, headers, records", 100 * overhead, "% of payloads"),
+        Row("file", "file", 8 * about.file_bytes / n_values, "bits per value"),
+        Row("file", "file / frames", about.overhead, "ratio"),
+        Row("file", "smaller than float16", info.ratio_fp16, "ratio"),
+        Row("file", "max error", info.error.max_error, "", "coded domain"),
+        Row("file", "RMS error", info.error.rms, "", "coded domain"),
+        Row("file", "create, append, commit", n_values / write_seconds / 1e6, "Mvalues/s"),
+        Row("file", "read all", n_values / read_seconds / 1e6, "Mvalues/s", "model's dtype"),
+        Row("file", "verify", about.frame_bytes / verify_seconds / 1e9, "GB/s of frames"),
+    ]
+
+
+def measure_range(
+    config: CodecConfig, sample: Sample, folder: Path, reps: int, lengths: tuple[int, int]
+) -> list[Row]:
+    """Read the same block of all layers from a short and a long session.
+
+    Compared with the pure decode of the same lanes from memory: no archive, no checksum.
+    """
+    short, long = (sample.tiled(n) for n in lengths)
+    with kvstore.open(folder / "range.kv", mode="a") as archive:
+        sessions = [fill(archive, name, s, config) for name, s in (("a", short), ("b", long))]
+        block = max(stream.block_tokens for stream in sessions[0].info().streams)
+        if block > lengths[0]:
+            raise InvalidArgument(f"a block of {block} tokens is longer than {lengths[0]} tokens")
+        # The last full block of the short session, at the same place in the long one.
+        stop = lengths[0] - lengths[0] % block
+        span = (stop - block, stop)
+        pure, found = _pure_decode(config, short, span, sessions[0])
+        pure.run()
+        k, v = sessions[0].read_all(*span, dtype="float32")
+        for index, expected in enumerate(found):
+            if not np.array_equal((v if index % 2 else k)[index // 2], expected):
+                raise Corrupt("a range differs from the pure decode of its lanes")
+        times = interleaved_seconds(
+            [
+                lambda: sessions[0].read_all(*span, dtype="float32"),
+                lambda: sessions[1].read_all(*span, dtype="float32"),
+                pure.run,
+            ],
+            reps,
+        )
+    note = f"tokens {span[0]}:{span[1]} of {sample.model.n_layers} layers"
+    return [
+        Row("range", f"from {lengths[0]} tokens", 1e3 * times[0], "ms", note),
+        Row("range", f"from {lengths[1]} tokens", 1e3 * times[1], "ms", note),
+        Row("range", "pure decode", 1e3 * times[2], "ms", note),
+        Row("range", "long / short", times[1] / times[0], "ratio"),
+        Row("range", "short / pure decode", times[0] / times[2], "ratio"),
+    ]
+
+
+def _pure_decode(
+    config: CodecConfig, sample: Sample, span: tuple[int, int], session: kvstore.Session
+) -> tuple[Plan, list[np.ndarray[tuple[int, ...], np.dtype[np.float32]]]]:
+    """Return a plan that decodes `span` of all streams from memory, and its outputs."""
+    plan, outputs = Plan(), []
+    blocks = {(s.layer, s.kind): s.block_tokens for s in session.info().streams}
+    for layer in range(sample.model.n_layers):
+        for kind, tensors in zip(KINDS, (sample.k, sample.v), strict=True):
+            spec = sample.model.stream(layer, kind)
+            x = np.ascontiguousarray(tensors[layer], np.float32)
+            stream = encode_stream(config, spec, layer, x, blocks[layer, kind])
+            out = np.empty((spec.heads, span[1] - span[0], spec.head_dim), np.float32)
+            outputs.append(out)
+            for frame in stream.frames:
+                header, payload = open_frame(frame)
+                start = max(span[0], header.first_token)
+                stop = min(span[1], header.stop_token)
+                if start < stop:
+                    plan.add(
+                        codec_for(config), stream.params, payload,
+                        first_token=header.first_token, n_tokens=header.n_tokens,
+                        start=start, stop=stop, out=out[:, start - span[0] : stop - span[0]],
+                    )  # fmt: skip
+    return plan, outputs
+
+
+def measure_open(config: CodecConfig, sample: Sample, folder: Path, reps: int) -> list[Row]:
+    """Open an archive of many sessions, and one session in it."""
+    path = folder / "open.kv"
+    tiny = sample.tiled(16)
+    with kvstore.open(path, mode="a") as archive:
+        for index in range(N_SESSIONS):
+            fill(archive, f"user/{index}", tiny, config)
+    if len(_names(path)) != N_SESSIONS:
+        raise Corrupt(f"{path}: sessions are missing")
+    times = interleaved_seconds(
+        [
+            lambda: kvstore.open(path).close(),
+            lambda: _session(path),
+            lambda: _names(path),
+        ],
+        reps,
+    )
+    note = f"{N_SESSIONS} sessions, opened and closed"
+    return [
+        Row("open", name, 1e3 * seconds, "ms", note)
+        for name, seconds in zip(
+            ("archive", "archive and one session", "archive and all names"), times, strict=True
+        )
+    ]
+
+
+def _session(path: Path) -> int:
+    with kvstore.open(path) as archive:
+        return archive.session(f"user/{N_SESSIONS // 2}").n_committed
+
+
+def _names(path: Path) -> list[str]:
+    with kvstore.open(path) as archive:
+        return archive.names()
+
+
+def measure_append(config: CodecConfig, sample: Sample, folder: Path) -> list[Row]:
+    """Append and commit single tokens to a session of many layers, as decoding does."""
+    path = folder / "append.kv"
+    whole = sample.tiled(APPEND_PREFILL + APPENDS, APPEND_LAYERS)
+    seconds, written = [], []
+    with kvstore.open(path, mode="a") as archive:
+        session = fill(archive, "bench", whole.tiled(APPEND_PREFILL), config)
+        before = archive.info()
+        for token in range(APPEND_PREFILL, APPEND_PREFILL + APPENDS):
+            k, v = ([x[:, token : token + 1] for x in xs] for xs in (whole.k, whole.v))
+            n_written, start = _bytes_written(), time.perf_counter()
+            session.append(k, v, token_ids=whole.token_ids[token : token + 1], start=token)
+            session.commit()
+            seconds.append(time.perf_counter() - start)
+            written.append(_bytes_written() - n_written)
+        after = archive.info()
+        k_all, _ = session.read_all(APPEND_PREFILL, dtype="float32")
+    if k_all[0].shape[1] != APPENDS:
+        raise Corrupt(f"{path}: appended tokens are missing")
+    note = f"{APPEND_LAYERS} layers, from token {APPEND_PREFILL} on, {APPENDS} commits"
+    growth = (after.file_bytes - before.file_bytes) / APPENDS
+    return [
+        Row("append", "append and commit one token", 1e3 * statistics.median(seconds), "ms", note),
+        Row("append", "bytes written", statistics.median(written) / 1e3, "kB", "handed to write()"),
+        Row("append", "file growth", growth / 1e3, "kB per commit", note),
+        Row(
+            "append",
+            "values of one token as float16",
+            2 * whole.n_values / whole.n_tokens / 1e3,
+            "kB",
+        ),
+    ]
+
+
+def _bytes_written() -> int:
+    """Bytes that this process has passed to write calls; LMDB writes its pages that way."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith("wchar")))
