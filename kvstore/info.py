@@ -40,7 +40,8 @@ class StreamInfo:
     header_bytes
         The stream header.
     error
-        Measured when the values were coded; NaN when unknown.
+        Measured when the values were coded; NaN when unknown. Of tokens in a raw head, whose
+        values are exact, the error that their blocks would have is counted.
     """
 
     layer: int
@@ -221,7 +222,8 @@ def _stream_info(
         value = snapshot.get(piece.key)
         where = f"{reader.where} {piece.name}"
         head = FrameHeader.unpack(value if value is not None else b"", where)
-        error = error.merge(head.error)
+        if not (piece.raw and state.has_header):  # blocks hold the head's tokens as well
+            error = error.merge(head.error)
         n_frames += 1
         key_bytes += len(piece.key)
         frame_bytes += HEADER_BYTES + head.payload_bytes

@@ -4,8 +4,8 @@ import os
 import threading
 
 import pytest
-
 from kvcodecs.errors import Closed, Full, InvalidArgument, Locked, NotFound, Truncated
+
 from kvstore.backend import open_backend
 from kvstore.backends import memory
 
@@ -77,10 +77,15 @@ class BackendSuite:
 
     def test_rollback(self, backend):
         self.put(backend, a=b"1")
-        with pytest.raises(KeyError), backend.write(1.0) as txn:
-            txn.put(b"a", b"2")
-            txn.put(b"b", b"2")
-            raise KeyError
+
+        def fail():
+            with backend.write(1.0) as txn:
+                txn.put(b"a", b"2")
+                txn.put(b"b", b"2")
+                raise KeyError
+
+        with pytest.raises(KeyError):
+            fail()
         assert self.get(backend, "a") == b"1"
         assert self.get(backend, "b") is None
         self.put(backend, b=b"3")  # and the lock is free
@@ -98,8 +103,7 @@ class BackendSuite:
 
     def test_one_writer_at_a_time(self, backend):
         with backend.write(1.0), pytest.raises(Locked, match="another writer"):
-            with backend.write(0.05):
-                pass
+            backend.write(0.05).__enter__()
         self.put(backend, a=b"1")
 
     def test_a_waiting_writer_gets_its_turn(self, backend):
@@ -169,6 +173,12 @@ class BackendSuite:
         assert self.get(again, "a") == b"1"
         again.close()
 
+    def test_reading_cannot_write(self, backend, place):
+        reader = open_backend(place, "r")
+        with pytest.raises(InvalidArgument, match="mode='r'"), reader.write(1.0):
+            pass
+        reader.close()
+
     def test_two_objects_share_one_archive(self, backend, place):
         reader = open_backend(place, "r")
         self.put(backend, a=b"1")
@@ -187,9 +197,8 @@ class BackendSuite:
     def test_limit(self, place):
         backend = open_backend(place, "a", map_size=1 << 18)
         self.put(backend, a=bytes(1000))
-        with pytest.raises(Full), backend.write(1.0) as txn:
-            for i in range(100):
-                txn.put(b"x%d" % i, bytes(10000))
+        with pytest.raises(Full):
+            self.put(backend, **{f"x{i}": bytes(10000) for i in range(100)})
         assert self.get(backend, "a") == bytes(1000)
         self.put(backend, b=b"there is still room")
         backend.close()
@@ -229,12 +238,6 @@ class TestLmdb(BackendSuite):
         with pytest.raises(NotFound, match="parent directory"):
             open_backend(tmp_path / "no" / "a.kv", "a")
 
-    def test_reading_cannot_write(self, backend, place):
-        reader = open_backend(place, "r")
-        with pytest.raises(InvalidArgument, match="mode='r'"), reader.write(1.0):
-            pass
-        reader.close()
-
     def test_other_directories_and_files_are_left_alone(self, tmp_path):
         (tmp_path / "x").write_bytes(b"mine")
         with pytest.raises(InvalidArgument, match="neither an archive nor an empty"):
@@ -273,9 +276,7 @@ class TestLmdb(BackendSuite):
         backend.close()
         os.truncate(os.path.join(place, "data.mdb"), keep)
         with pytest.raises(Truncated):
-            other = open_backend(place, "r")
-            with other.read():
-                pass
+            open_backend(place, "r").read().__enter__()
 
     def test_closing_waits_for_readers(self, backend, place):
         self.put(backend, a=b"1")
@@ -344,7 +345,6 @@ class TestLmdb(BackendSuite):
 
     def test_other_lmdb_format_and_junk(self, tmp_path):
         import lmdb
-
         from kvcodecs.errors import Corrupt, Unsupported
 
         lmdb.open(str(tmp_path / "new"), lib_version=1).close()

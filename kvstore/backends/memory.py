@@ -125,7 +125,7 @@ class MemoryBackend:
 
     def __init__(self, name: str, mode: Mode, *, map_size: int | None = None) -> None:
         self._path = f"memory:{name}"
-        self._limit, self._closed = map_size, False
+        self._limit, self._closed, self._read_only = map_size, False, mode == "r"
         with _stores_lock:
             if mode == "r" and name not in _stores:
                 raise NotFound(f"{self._path}: no such archive in this process")
@@ -143,6 +143,8 @@ class MemoryBackend:
     @contextmanager
     def write(self, timeout: float) -> Iterator[_MemoryTransaction]:
         self._check_open()
+        if self._read_only:
+            raise InvalidArgument(f"{self._path}: opened with mode='r'; use mode='a' to write")
         started = time.monotonic()
         if not self._store.writer.acquire(timeout=max(timeout, 0.0)):
             waited = time.monotonic() - started
