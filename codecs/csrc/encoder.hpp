@@ -78,8 +78,8 @@ class RangeEncoder {
   std::size_t size_ = 0;
 };
 
-// No residual takes more: 50 modelled bits of 11 each (the least probability is above 2^-11) and 23 raw ones.
-constexpr std::size_t kMaxResidualBytes = 72;
+// No residual takes more: 26 modelled bits of 11 each (the least probability is above 2^-11) and 23 raw ones.
+constexpr std::size_t kMaxResidualBytes = 48;
 
 inline kv_u32 floor_log2(kv_u32 w) { return 31u - (kv_u32)__builtin_clz(w); }
 

@@ -43,7 +43,7 @@ def crc32c(*parts: BytesLike) -> int:
     """Return the CRC-32C (Castagnoli) of the concatenation of `parts`."""
     crc = 0
     for part in parts:
-        view = _byte_view(part)
+        view = byte_view(part)
         if view.nbytes:
             # google_crc32c takes bytes and arrays but no memoryview; this wraps without a copy.
             crc = google_crc32c.extend(crc, np.frombuffer(view, dtype=np.uint8))
@@ -56,7 +56,7 @@ def header_tag(stream_header: BytesLike) -> int:
     The first 8 bytes, little-endian, of the BLAKE2b-64 of the packed stream header. 0 is
     kept for "no stream header" and becomes 1.
     """
-    return int.from_bytes(blake2b(_byte_view(stream_header), digest_size=8).digest(), "little") or 1
+    return int.from_bytes(blake2b(byte_view(stream_header), digest_size=8).digest(), "little") or 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +175,7 @@ class FrameHeader:
             Written by a newer release.
         """
         prefix = _prefix(where)
-        view = _byte_view(data)
+        view = byte_view(data)
         _check_magic(view, prefix)
         return _read_fields(view, prefix)
 
@@ -229,7 +229,7 @@ def pack_frame(
         raise InvalidArgument(f"frame: {n_tokens} tokens from token {first_token}")
     if not error.is_valid():
         raise InvalidArgument(f"frame: error statistics {error} do not belong together")
-    body = _byte_view(payload)
+    body = byte_view(payload)
     header = _HEADER.pack(
         FRAME_MAGIC,
         FRAME_VERSION,
@@ -275,7 +275,7 @@ def open_frame(data: BytesLike, where: str = "") -> tuple[FrameHeader, memoryvie
         Written by a newer release.
     """
     prefix = _prefix(where)
-    view = _byte_view(data)
+    view = byte_view(data)
     _check_magic(view, prefix)
     payload_bytes = int.from_bytes(view[24:32], "little")
     _check_length("frame", view.nbytes, HEADER_BYTES + payload_bytes, prefix)
@@ -295,7 +295,7 @@ def seal_record(magic: bytes, payload: BytesLike) -> bytes:
     """
     if len(magic) != 4:
         raise InvalidArgument(f"record: magic {magic!r} is not 4 bytes long")
-    body = _byte_view(payload)
+    body = byte_view(payload)
     head = _RECORD_HEAD.pack(magic, RECORD_VERSION, bytes(3), body.nbytes)
     return b"".join((head, _CRC.pack(crc32c(head, body)), body))
 
@@ -313,7 +313,7 @@ def open_record(magic: bytes, data: BytesLike, where: str = "") -> memoryview:
         Written by a newer release.
     """
     prefix = _prefix(where)
-    view = _byte_view(data)
+    view = byte_view(data)
     if view.nbytes < RECORD_HEAD_BYTES:
         raise Truncated(f"{prefix}record: {view.nbytes} of {RECORD_HEAD_BYTES} head bytes")
     found, version, reserved, payload_bytes = _RECORD_HEAD.unpack_from(view)
@@ -332,7 +332,8 @@ def _prefix(where: str) -> str:
     return f"{where}: " if where else ""
 
 
-def _byte_view(data: BytesLike) -> memoryview:
+def byte_view(data: BytesLike) -> memoryview:
+    """Return a view of the bytes of `data`, one-dimensional and of format ``B``."""
     view = data.data if isinstance(data, np.ndarray) else memoryview(data)
     # An empty array has a zero in its shape, which memoryview refuses to cast.
     return view.cast("B") if view.nbytes else memoryview(b"")

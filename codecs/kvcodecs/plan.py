@@ -16,9 +16,9 @@ import numpy.typing as npt
 
 from . import _core
 from .errors import Corrupt, InvalidArgument
-from .frame import BytesLike
+from .frame import BytesLike, byte_view
 from .rope import RopeTable, from_coded
-from .spec import FLOAT_DTYPES, StreamSpec
+from .spec import FLOAT_DTYPES, KState, StreamSpec
 
 if TYPE_CHECKING:
     from .codec import BlockCodec
@@ -178,7 +178,7 @@ class Plan:
         if rope is not None:
             rope.rows(start, stop)
         self.n_values += spec.n_values(stop - start)
-        self.payload_bytes += memoryview(payload).nbytes
+        self.payload_bytes += byte_view(payload).nbytes
         placement = Placement(start, stop, n_tokens, out, rope, prefix)
         codec.schedule(self, params, payload, first_token, placement)
 
@@ -301,13 +301,13 @@ def _check_output(out: npt.NDArray[Any], shape: tuple[int, int, int], prefix: st
 
 
 def _place(values: npt.NDArray[Any], spec: StreamSpec, placement: Placement) -> None:
-    state = "pre" if placement.rope is None else "post"
+    state: KState = "pre" if placement.rope is None else "post"
     x = from_coded(
         values.astype(np.float32),
         spec,
         state,
         placement.start,
-        placement.rope,  # type: ignore[arg-type]
+        placement.rope,
     )
     with np.errstate(over="ignore"):
         placement.out[...] = x.astype(placement.out.dtype)

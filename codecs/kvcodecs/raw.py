@@ -15,7 +15,7 @@ import numpy.typing as npt
 from ._core import find_beyond
 from .codec import Chunks
 from .errors import Corrupt, InvalidArgument, Truncated, Unsupported
-from .frame import BytesLike, ErrorStats
+from .frame import BytesLike, ErrorStats, byte_view
 from .plan import Placement, Plan
 from .spec import F32, FLOAT_DTYPES, KState, StreamSpec, describe_value, float_dtype
 
@@ -110,7 +110,7 @@ class RawCodec:
         return bytes([_DTYPES.index(params.dtype)])
 
     def unpack(self, spec: StreamSpec, data: BytesLike) -> RawParams:
-        view = memoryview(data)
+        view = byte_view(data)
         if view.nbytes == 0:
             raise Truncated("raw stream header: 0 of 1 bytes")
         if view.nbytes > 1:
@@ -145,7 +145,7 @@ class RawCodec:
         first_token: int,
         placement: Placement,
     ) -> None:
-        view = memoryview(payload)
+        view = byte_view(payload)
         if view.nbytes == 0:
             raise Truncated(f"{placement.where}raw block: empty payload")
         dtype = _dtype_of_code(view[0])

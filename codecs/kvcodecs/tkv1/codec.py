@@ -10,7 +10,7 @@ import numpy as np
 from .. import _core
 from ..codec import Chunks
 from ..errors import Corrupt, InvalidArgument
-from ..frame import BytesLike, ErrorStats
+from ..frame import BytesLike, ErrorStats, byte_view
 from ..plan import Placement, Plan
 from ..spec import F32, KState, StreamSpec, describe_value
 from .params import (
@@ -132,7 +132,7 @@ class TKV1Codec:
         placement: Placement,
     ) -> None:
         entries, stop = _core.scan_entries(payload, 0, params.n_lanes)
-        size = memoryview(payload).nbytes
+        size = byte_view(payload).nbytes
         if stop != size:
             raise Corrupt(f"{placement.where}{size - stop} bytes after the last lane")
         if placement.n_rows:
@@ -142,9 +142,8 @@ class TKV1Codec:
         return params.step
 
     def worst_case_bytes(self, params: TKV1Params, n_tokens: int) -> int:
-        # A residual is at most 49 modelled bits of 11 each (the least probability is 2^-11) and
-        # 24 raw ones; a lane adds its length and 5 bytes of coder state.
-        return params.spec.n_values(n_tokens) * 71 + params.n_lanes * 15
+        # csrc/encoder.hpp kMaxResidualBytes; a lane adds its length and four bytes of coder state.
+        return params.spec.n_values(n_tokens) * 48 + params.n_lanes * 14
 
 
 def _fitted(
@@ -155,7 +154,8 @@ def _fitted(
     mean, rho, cls = statistics.finish(spec.channels, step, unit, config.ar, spec.kind == "k")
     if (np.abs(mean) >= MAX_UNITS - config.sink_div).any():
         raise InvalidArgument(
-            f"{spec.kind} stream: a channel mean is beyond 2^23 units: the step {step:g} is too small"
+            f"{spec.kind} stream: a channel mean is beyond 2^23 units: "
+            f"the step {step:g} is too small"
         )
     return TKV1Params(
         spec, step, config.sink, config.sink_div, config.ar, width, mean.astype(np.int32), rho, cls

@@ -17,17 +17,17 @@ import numpy.typing as npt
 
 from .._core import read_zigzags, write_zigzags
 from ..errors import Corrupt, InvalidArgument, Truncated, Unsupported
-from ..frame import BytesLike
+from ..frame import BytesLike, byte_view
 from ..plan import CHANNEL_DTYPE, LANE_DTYPE, LaneTables
 from ..spec import StreamSpec
 
 N_CLASSES = 48
 PRIOR_WORDS = 7056
-#: Values are coded as integers of the unit; float32 holds these exactly and re-encoding is idempotent.
+#: Values are integers of the unit; float32 holds these exactly and re-encoding is idempotent.
 MAX_UNITS = 1 << 23
 MAX_SINK_DIV = 1 << 16
-#: The unit of a session keeps this many significant bits, so that integer times unit is exact in float32 up to
-#: 2^16 units and the error bound holds without a rounding term. The step shrinks by less than 1/256.
+#: A session's unit keeps this many significant bits: integer times unit is then exact in float32 up
+#: to 2^16 units, and the error bound holds without a rounding term. It shrinks by less than 1/128.
 _UNIT_BITS = 8
 _POLICIES = ("rel_step", "step", "max_error", "rmse", "bpv")
 
@@ -86,6 +86,8 @@ class TKV1:
             value = getattr(self, name)
             if not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
                 raise InvalidArgument(f"TKV1: {name} {value!r} is not a positive number")
+        if not given:
+            object.__setattr__(self, "rel_step", 0.25)
         if not 0 <= self.sink < 1 << 32:
             raise InvalidArgument(f"TKV1: sink {self.sink} is not 0 to 2^32 - 1")
         if not 1 <= self.sink_div <= MAX_SINK_DIV:
@@ -100,11 +102,8 @@ class TKV1:
     @property
     def policy(self) -> tuple[str, float]:
         """Name and value of the step policy."""
-        for name in _POLICIES:
-            value = getattr(self, name)
-            if value is not None:
-                return name, float(value)
-        return "rel_step", 0.25
+        name = next(name for name in _POLICIES if getattr(self, name) is not None)
+        return name, float(getattr(self, name))
 
     def to_json(self) -> dict[str, object]:
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _POLICIES}
@@ -270,7 +269,7 @@ def pack_params(params: TKV1Params) -> bytes:
 
 def unpack_params(spec: StreamSpec, data: BytesLike) -> TKV1Params:
     """Read a stream header of the stream `spec`."""
-    view = memoryview(data).cast("B")
+    view = byte_view(data)
     if view.nbytes < 2:
         raise Truncated(f"TKV1 stream header: {view.nbytes} bytes")
     if view[0] != _HEADER_VERSION or view[1] & ~_AR_FLAG:
@@ -283,7 +282,8 @@ def unpack_params(spec: StreamSpec, data: BytesLike) -> TKV1Params:
     (sink, sink_div, lane_channels), at = read_varints(view, at + 8, 3)
     if (heads, head_dim) != (spec.heads, spec.head_dim):
         raise Corrupt(
-            f"TKV1 stream header: {heads} heads of {head_dim}, expected {spec.heads} of {spec.head_dim}"
+            f"TKV1 stream header: {heads} heads of {head_dim}, "
+            f"expected {spec.heads} of {spec.head_dim}"
         )
     check_header(step, sink_div, head_dim, lane_channels)
     mean, at = read_zigzags(view, at, spec.channels)

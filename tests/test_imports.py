@@ -1,0 +1,74 @@
+"""Who may import whom, and what an import costs."""
+
+import ast
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+# What a package must not import anywhere, and what it must not import at module level.
+FORBIDDEN = {
+    "kvcodecs": {"kvstore", "kvgpu", "kvtools", "lmdb", "cupy", "torch"},
+    "kvstore": {"kvtools", "cupy", "torch"},
+    "kvtools": {"cupy"},
+}
+LAZY = {"zarr", "numcodecs", "torch", "kvgpu", "rich"}
+# The one module that a lazy package may be imported by at module level.
+HOMES = {"numcodecs": "numcodecs_codecs.py", "zarr": "zarr_codec.py"}
+
+
+def _modules(package):
+    root = Path(import_module(package).__file__).parent
+    return sorted(root.rglob("*.py"))
+
+
+def _imports(nodes):
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            yield node.module.split(".")[0]
+
+
+@pytest.mark.parametrize("package", FORBIDDEN)
+def test_import_direction(package):
+    for path in _modules(package):
+        bad = set(_imports(ast.walk(ast.parse(path.read_text())))) & FORBIDDEN[package]
+        assert not bad, f"{path}: imports {bad}"
+
+
+@pytest.mark.parametrize("package", FORBIDDEN)
+def test_heavy_packages_are_imported_where_they_are_used(package):
+    for path in _modules(package):
+        eager = set(_imports(ast.parse(path.read_text()).body)) & LAZY
+        bad = {name for name in eager if HOMES.get(name) != path.name}
+        assert not bad, f"{path}: imports {bad} at module level"
+
+
+def test_backends_do_not_know_each_other():
+    import kvstore.backends
+
+    stems = {p.stem for p in Path(kvstore.backends.__file__).parent.glob("*.py")}
+    names = {name for name in stems if not name.startswith("_")}  # _environment belongs to lmdb
+    for name in names:
+        path = Path(kvstore.backends.__file__).parent / f"{name}.py"
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.level == 1:
+                assert (node.module or "").split(".")[0] not in names - {name}, path
+
+
+def test_import_kvstore_leaves_the_heavy_packages_alone():
+    code = "import sys, kvstore; print(*sorted({m.split('.')[0] for m in sys.modules}))"
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert not {"zarr", "numcodecs", "torch", "cupy", "rich"} & set(loaded)
+
+
+def test_the_headers_of_the_core_are_installed():
+    from importlib.resources import files
+
+    source = files("kvcodecs").joinpath("csrc", "lane.hpp").read_text()
+    assert "struct LaneDecoder" in source
