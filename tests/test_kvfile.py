@@ -39,7 +39,7 @@ def test_4d_and_per_layer_files_are_the_same_to_us(tmp_path):
             found = KvFile(file)
             assert found.k_state == "pre"
             assert found.n_tokens == 7
-            assert found.dtype == "float16"
+            assert found.dtype("k", "v") == "float16"
             assert [layer.number for layer in found.layers] == numbers
             source = FileSource(found)
             for i in range(2):

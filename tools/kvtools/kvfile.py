@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from kvcodecs.errors import Corrupt, InvalidArgument, NotFound
 from kvcodecs.rope import Rope
-from kvcodecs.spec import KState
+from kvcodecs.spec import Kind, KState
 
 from kvtools.tensorfile import NUMPY_DTYPES, TensorFile, TensorInfo
 
@@ -94,12 +94,14 @@ class KvFile:
             for stream in (layer.k, layer.v):
                 self._check(stream)
 
-    @property
-    def dtype(self) -> str:
-        """Name of the input dtype, ``"float16"`` say; the widest one where layers differ."""
-        names = [s.dtype for layer in self.layers for s in (layer.k, layer.v) if s is not None]
-        kinds = {NUMPY_DTYPES[name].name for name in names}
-        return kinds.pop() if len(kinds) == 1 else "float32"
+    def dtype(self, *kinds: Kind) -> str:
+        """Name of a dtype that holds all values of `kinds`, ``"float16"`` say."""
+        names = set()
+        for layer in self.layers:
+            for kind, stream in (("k", layer.k), ("v", layer.v)):
+                if kind in kinds and stream is not None:
+                    names.add(NUMPY_DTYPES[stream.dtype].name)
+        return names.pop() if len(names) == 1 else "float32"
 
     def read(self, stream: Stream, start: int, stop: int) -> npt.NDArray[Any]:
         """Read tokens ``[start, stop)`` into a new array [heads][stop - start][head_dim]."""

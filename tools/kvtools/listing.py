@@ -249,7 +249,9 @@ def _error_over_bound(info: SessionInfo) -> float | None:
 
 def _bound_text(info: SessionInfo) -> str:
     ratio = _error_over_bound(info)
-    return "no bound" if ratio is None else f"at most {ratio:.4f} of each stream's bound"
+    if ratio is None:
+        return "bit exact" if info.error.max_error == 0 else "no bound recorded"
+    return f"at most {ratio:.4f} of each stream's bound"
 
 
 def _geometry(info: SessionInfo) -> str:

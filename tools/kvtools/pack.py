@@ -14,6 +14,7 @@ from typing import Any
 from kvcodecs.codec import CodecConfig
 from kvcodecs.errors import Corrupt, InvalidArgument
 from kvcodecs.rope import Rope
+from kvcodecs.spec import Kind
 
 import kvstore
 from kvtools.kvfile import KvFile, read_json, rope_from
@@ -24,7 +25,7 @@ from kvtools.terminal import note, number_text, progress, show_json, size_text
 POLICIES = ("rel_step", "step", "max_error", "rmse", "bpv")
 
 
-def codec_config(args: argparse.Namespace) -> CodecConfig:
+def codec_config(args: argparse.Namespace, raw_dtype: str = "float32") -> CodecConfig:
     """Return the codec that the options of `_add_codec` ask for; wrong usage exits."""
     options = {
         name: getattr(args, name)
@@ -35,13 +36,13 @@ def codec_config(args: argparse.Namespace) -> CodecConfig:
         if options:
             flag = "--" + next(iter(options)).replace("_", "-")
             args.parser.error(f"{flag} does not go with --codec raw")
-        return kvstore.Raw()
+        return kvstore.Raw(raw_dtype)
     return kvstore.TKV1(**options)
 
 
 def run_pack(args: argparse.Namespace) -> int:
     """Pack one file. Nothing is left behind when it fails."""
-    config = codec_config(args)
+    codec_config(args)  # wrong usage is reported before any file is looked at
     if args.rope_theta is None and args.rotary_dim is not None:
         args.parser.error("--rotary-dim goes with --rope-theta")
     name = args.session or Path(args.input).stem
@@ -51,7 +52,7 @@ def run_pack(args: argparse.Namespace) -> int:
             kv, name=args.model_name, revision=args.revision, rope=_rope_option(args, kv)
         )
         _check_rope(args, kv, model)
-        job = _Job(args, name, kv, model, config)
+        job = _Job(args, name, kv, model)
         job.run()
         summary = job.summary
     if args.json:
@@ -142,10 +143,14 @@ class _Job:
         name: str,
         kv: KvFile,
         model: kvstore.Model,
-        config: CodecConfig,
     ) -> None:
-        self._args, self._name, self._kv = args, name, kv
-        self._model, self._config = model, config
+        self._args, self._name, self._kv, self._model = args, name, kv, model
+        # K that is un-rotated before it is stored is no longer what the input's dtype can hold.
+        as_it_is = kv.k_state == "pre" or not has_rope(model)
+        self._codecs: dict[Kind, CodecConfig] = {
+            "k": codec_config(args, kv.dtype("k") if as_it_is else "float32"),
+            "v": codec_config(args, kv.dtype("v")),
+        }
         self._token_ids = kv.token_ids()
         self.summary: dict[str, Any] = {}
 
@@ -205,7 +210,7 @@ class _Job:
                 name,
                 FileSource(self._kv),
                 model=self._model,
-                codec=self._config,
+                codec=self._codecs,
                 block_tokens=self._args.block_tokens,
                 k_state=self._kv.k_state,
                 token_ids=self._token_ids,

@@ -84,7 +84,7 @@ def build_model(
             layers=layers,
             rope=rope or kv.rope(),
             revision=revision or kv.text_hint("revision") or "",
-            dtype=kv.dtype,
+            dtype=kv.dtype("k", "v"),
         )
     shapes = [(layer.heads, layer.head_dim_k, layer.head_dim_v) for layer in stored.layers]
     if shapes != [(layer.heads, layer.head_dim_k, layer.head_dim_v) for layer in layers]:
@@ -96,7 +96,10 @@ def build_model(
             stored, rope=rope, layers=tuple(replace(layer, rope="model") for layer in stored.layers)
         )
     return replace(
-        stored, name=name or stored.name, revision=revision or stored.revision, dtype=kv.dtype
+        stored,
+        name=name or stored.name,
+        revision=revision or stored.revision,
+        dtype=kv.dtype("k", "v"),
     )
 
 

@@ -210,7 +210,7 @@ class TensorFile:
         """Read a whole tensor into a new array."""
         info = self.info(name)
         out = np.empty(info.shape, self._dtype(info))
-        self._read_into(info.start, memoryview(out.reshape(-1).view(np.uint8)), repr(name))
+        self._read_into(info.start, out.reshape(-1).view(np.uint8).data, repr(name))
         return out
 
     def read_tokens(self, name: str, leading: tuple[int, ...], start: int, stop: int) -> AnyArray:
@@ -233,7 +233,7 @@ class TensorFile:
         row_bytes = head_dim * dtype.itemsize
         for head in range(heads):
             offset = info.start + ((first * heads + head) * tokens + start) * row_bytes
-            self._read_into(offset, memoryview(out[head].reshape(-1).view(np.uint8)), repr(name))
+            self._read_into(offset, out[head].reshape(-1).view(np.uint8).data, repr(name))
         return out
 
     def _dtype(self, info: TensorInfo) -> np.dtype[Any]:

@@ -21,12 +21,12 @@ from kvtools.terminal import number_text, progress, show_json, show_table
 
 #: Sessions of these lengths are compared by the group `range`.
 RANGE_TOKENS = (1024, 16384)
-_IMPORT_REPS = 5
+IMPORT_REPS = 5
 
 
 def run_bench(args: argparse.Namespace) -> int:
     """Run the chosen groups, print their rows, and write them as CSV if asked to."""
-    config = codec_config(args)
+    codec_config(args)  # wrong usage is reported first
     chosen = list(GROUPS) if args.only is None else args.only.split(",")
     unknown = [name for name in chosen if name not in GROUPS]
     if unknown:
@@ -34,6 +34,7 @@ def run_bench(args: argparse.Namespace) -> int:
     if args.csv is not None and not Path(args.csv).resolve().parent.is_dir():
         raise InvalidArgument(f"{args.csv}: no such folder")
     sample = load_sample(args.data)
+    config = codec_config(args, sample.model.dtype)
     rows: list[Row] = []
     with progress("bench", quiet=args.quiet or args.json) as advance:
         for done, name in enumerate(chosen):
@@ -99,7 +100,7 @@ def _append(args: argparse.Namespace, config: CodecConfig, sample: Sample, path:
 def _import(args: argparse.Namespace, config: CodecConfig, sample: Sample, _: Path) -> list[Row]:
     from kvtools.bench.processes import measure_import
 
-    return measure_import(max(args.reps, _IMPORT_REPS))
+    return measure_import(max(args.reps, IMPORT_REPS))
 
 
 def _memory(args: argparse.Namespace, config: CodecConfig, sample: Sample, path: Path) -> list[Row]:

@@ -11,7 +11,7 @@ from kvcodecs.codec import CodecConfig, codec_for
 from kvcodecs.errors import Corrupt, InvalidArgument
 from kvcodecs.frame import open_frame
 from kvcodecs.plan import Plan
-from kvcodecs.spec import KINDS
+from kvcodecs.spec import F32, KINDS, Kind
 
 import kvstore
 from kvtools.bench.codec import encode_stream
@@ -79,9 +79,8 @@ def measure_range(
         span = (stop - block, stop)
         pure, found = _pure_decode(config, short, span, sessions[0])
         pure.run()
-        k, v = sessions[0].read_all(*span, dtype="float32")
-        for index, expected in enumerate(found):
-            if not np.array_equal((v if index % 2 else k)[index // 2], expected):
+        for (layer, kind), expected in found.items():
+            if not np.array_equal(sessions[0].read(layer, kind, *span, dtype="float32"), expected):
                 raise Corrupt("a range differs from the pure decode of its lanes")
         times = interleaved_seconds(
             [
@@ -103,9 +102,10 @@ def measure_range(
 
 def _pure_decode(
     config: CodecConfig, sample: Sample, span: tuple[int, int], session: kvstore.Session
-) -> tuple[Plan, list[np.ndarray[tuple[int, ...], np.dtype[np.float32]]]]:
+) -> tuple[Plan, dict[tuple[int, Kind], F32]]:
     """Return a plan that decodes `span` of all streams from memory, and its outputs."""
-    plan, outputs = Plan(), []
+    plan = Plan()
+    outputs: dict[tuple[int, Kind], F32] = {}
     blocks = {(s.layer, s.kind): s.block_tokens for s in session.info().streams}
     for layer in range(sample.model.n_layers):
         for kind, tensors in zip(KINDS, (sample.k, sample.v), strict=True):
@@ -113,7 +113,7 @@ def _pure_decode(
             x = np.ascontiguousarray(tensors[layer], np.float32)
             stream = encode_stream(config, spec, layer, x, blocks[layer, kind])
             out = np.empty((spec.heads, span[1] - span[0], spec.head_dim), np.float32)
-            outputs.append(out)
+            outputs[layer, kind] = out
             for frame in stream.frames:
                 header, payload = open_frame(frame)
                 start = max(span[0], header.first_token)
@@ -179,8 +179,8 @@ def measure_append(config: CodecConfig, sample: Sample, folder: Path) -> list[Ro
             seconds.append(time.perf_counter() - start)
             written.append(_bytes_written() - n_written)
         after = archive.info()
-        k_all, _ = session.read_all(APPEND_PREFILL, dtype="float32")
-    if k_all[0].shape[1] != APPENDS:
+        appended = session.read(APPEND_LAYERS - 1, "v", APPEND_PREFILL)
+    if appended.shape[1] != APPENDS:
         raise Corrupt(f"{path}: appended tokens are missing")
     note = f"{APPEND_LAYERS} layers, from token {APPEND_PREFILL} on, {APPENDS} commits"
     growth = (after.file_bytes - before.file_bytes) / APPENDS
