@@ -12,25 +12,22 @@ from contextlib import AbstractContextManager
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
-from kvcodecs.codec import CodecConfig, codec_for
+from kvcodecs.codec import CodecConfig
 from kvcodecs.errors import Corrupt, InvalidArgument, NotFound
 from kvcodecs.spec import Kind, KState
 from kvcodecs.tkv1 import TKV1
 
 from . import keys
-from .backend import Backend, Lease, Mode, Snapshot, Transaction, open_backend
+from .backend import Backend, Lease, Mode, Snapshot, open_backend
+from .catalog import Catalog, delete_owned
 from .identity import Model, canonical_json, check_identity
 from .info import ArchiveInfo, SessionInfo, session_info
 from .reader import Reader
 from .records import (
     SessionRecord,
     check_archive,
-    load_session,
-    model_of,
     pack_archive,
     pack_identity,
-    unpack_identity,
-    unpack_session,
 )
 from .session import Session
 from .writer import SessionWriter, check_configs, new_layout
@@ -86,8 +83,7 @@ class Archive:
 
     def __init__(self, backend: Backend, mode: Mode, *, lock_timeout: float = 10.0) -> None:
         self._backend, self._mode, self._timeout = backend, mode, lock_timeout
-        self._models: dict[bytes, Model] = {}
-        self._records: dict[str, tuple[bytes, SessionRecord]] = {}
+        self._catalog = Catalog(backend.path)
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         self._lock = threading.Lock()
         try:
@@ -154,7 +150,9 @@ class Archive:
         headers: dict[bytes, bytes] = {}
         owner = self.new_owner()
         if stats_from is not None:
-            codec, headers = self._take_headers(stats_from, model, codec, owner)
+            source = stats_from if isinstance(stats_from, str) else stats_from.name
+            with self._read() as snapshot:
+                codec, headers = self._catalog.headers(snapshot, source, model, codec, owner)
         record = SessionRecord(
             owner=owner,
             model=model.digest,
@@ -193,8 +191,8 @@ class Archive:
             Stored for another model; names the first field that differs.
         """
         with self._read() as snapshot:
-            record = self._record(snapshot, name)
-            model = self._model(snapshot, record.model)
+            record = self._catalog.record(snapshot, name)
+            model = self._catalog.model(snapshot, record.model)
         if expect is not None:
             check_identity(model, expect, f"{self.path}: session {name!r}")
         return self._make_session(name, model, record.owner)
@@ -214,9 +212,9 @@ class Archive:
             found = []
             for key, _ in snapshot.scan(keys.SESSION):
                 name = keys.parse(key).name or ""
-                record = self._record(snapshot, name)
+                record = self._catalog.record(snapshot, name)
                 reader = Reader(
-                    self._model(snapshot, record.model),
+                    self._catalog.model(snapshot, record.model),
                     record.owner,
                     f"{self.path}: session {name!r}",
                 )
@@ -234,20 +232,20 @@ class Archive:
             It has an appender other than sessions of this archive object, which are closed.
         """
         with self._read() as snapshot:
-            owner = self._owner(snapshot, name)
+            owner = self._catalog.owner(snapshot, name)
         for session in list(self._sessions):
             if session.name == name:
                 session.close()
         lease = self._backend.lease(owner, name)
         try:
             with self._backend.write(self._timeout) as transaction:
-                if self._owner(transaction, name) != owner:
+                if self._catalog.owner(transaction, name) != owner:
                     raise NotFound(f"{self.path}: session {name!r} was replaced meanwhile")
                 transaction.delete(keys.session_key(name))
                 delete_owned(transaction, owner)
         finally:
             lease.release()
-        self._records.pop(name, None)
+        self._catalog.forget(name)
 
     def ingest(
         self,
@@ -355,41 +353,6 @@ class Archive:
     def _read(self) -> AbstractContextManager[Snapshot]:
         return self._backend.read()
 
-    def _owner(self, snapshot: Snapshot, name: str) -> int:
-        return self._record(snapshot, name).owner
-
-    def _record(
-        self, snapshot: Snapshot, name: str, owner: int | None = None, *, fresh: bool = False
-    ) -> SessionRecord:
-        """Return a session's record as of `snapshot`.
-
-        `owner` makes sure it is the same session, `fresh` that stored bytes are checked again.
-        """
-        where = f"{self.path}: session {name!r}"
-        value = snapshot.get(keys.session_key(name))
-        if value is None:
-            raise NotFound(f"{where}: no such session")
-        data = bytes(value)
-        cached = None if fresh else self._records.get(name)
-        if cached is None or cached[0] != data:
-            model = self._model(snapshot, model_of(load_session(data, where), where))
-            cached = (data, unpack_session(data, model.streams(), where))
-            self._records[name] = cached
-        record = cached[1]
-        if owner is not None and record.owner != owner:
-            raise NotFound(f"{where}: deleted, and another one was created under its name")
-        return record
-
-    def _model(self, snapshot: Snapshot, digest: bytes, *, fresh: bool = False) -> Model:
-        model = None if fresh else self._models.get(digest)
-        if model is None:
-            where = f"{self.path}: model {digest.hex()}"
-            value = snapshot.get(keys.identity_key(digest))
-            if value is None:
-                raise Corrupt(f"{where}: identity record missing")
-            model = self._models[digest] = unpack_identity(value, digest, where)
-        return model
-
     def _make_session(self, name: str, model: Model, owner: int) -> Session:
         session = Session(self, name, model, owner)
         self._sessions.add(session)
@@ -408,7 +371,7 @@ class Archive:
 
     def _writer(self, name: str, reader: Reader, lease: Lease) -> SessionWriter:
         with self._read() as snapshot:
-            record = self._record(snapshot, name, reader.owner)
+            record = self._catalog.record(snapshot, name, reader.owner)
             return SessionWriter(
                 self._backend, name, record, reader, snapshot, lease, self._timeout
             )
@@ -426,51 +389,6 @@ class Archive:
             for other, value in values.items():
                 transaction.put(other, value)
             transaction.put(key, record.pack())
-
-    def _take_headers(
-        self,
-        stats_from: str | Session,
-        model: Model,
-        codec: CodecConfig | Mapping[Kind, CodecConfig] | None,
-        owner: int,
-    ) -> tuple[Mapping[Kind, CodecConfig], dict[bytes, bytes]]:
-        """Return the codecs and the stream headers of another session, under a new owner."""
-        name = stats_from if isinstance(stats_from, str) else stats_from.name
-        where = f"{self.path}: stats_from session {name!r}"
-        headers: dict[bytes, bytes] = {}
-        with self._read() as snapshot:
-            record = self._record(snapshot, name)
-            check_identity(self._model(snapshot, record.model), model, where)
-            configs = record.codecs if codec is None else check_configs(codec)
-            for (layer, kind), state in record.streams.items():
-                if not state.has_header:
-                    raise InvalidArgument(
-                        f"{where}: layer {layer} {kind} has no stream header yet; it needs "
-                        f"{record.fit_tokens} committed tokens"
-                    )
-                if codec_for(configs[kind]).number != codec_for(record.codecs[kind]).number:
-                    raise InvalidArgument(
-                        f"{where}: {kind} is coded with {record.codecs[kind].codec}, "
-                        f"not {configs[kind].codec}"
-                    )
-                value = snapshot.get(keys.stream_key(keys.HEADER, record.owner, layer, kind))
-                if value is None:
-                    raise Corrupt(f"{where}: layer {layer} {kind} header missing")
-                headers[keys.stream_key(keys.HEADER, owner, layer, kind)] = bytes(value)
-        return configs, headers
-
-
-def delete_owned(transaction: Transaction, owner: int) -> int:
-    """Delete everything stored under an owner; return the bytes of the values."""
-    n_bytes = 0
-    for prefix in keys.OWNED:
-        found = [
-            (key, value.nbytes) for key, value in transaction.scan(keys.owner_prefix(prefix, owner))
-        ]
-        for key, size in found:
-            transaction.delete(key)
-            n_bytes += size
-    return n_bytes
 
 
 def _default_codec() -> CodecConfig:

@@ -22,6 +22,7 @@ from kvcodecs.rope import check_tensor, to_coded
 from kvcodecs.spec import F32, Kind, KState
 
 from . import keys
+from .catalog import delete_owned
 from .identity import Model, canonical_json
 from .records import (
     CHUNK_TOKENS,
@@ -156,7 +157,7 @@ def collect_garbage(archive: Archive) -> int:
         models = set()
         for key, _ in transaction.scan(keys.SESSION):
             name = keys.parse(key).name or ""
-            record = archive._record(transaction, name)
+            record = archive._catalog.record(transaction, name)
             live[record.owner] = name, record
             models.add(record.model)
         for owner in _owners(transaction):
@@ -296,8 +297,6 @@ def _is_needed(stored: bytes, record: SessionRecord) -> bool:
 
 def _remove(archive: Archive, owner: int, cause: BaseException) -> None:
     """Remove what an ingest wrote; if that cannot be done now, say so in the cause."""
-    from .archive import delete_owned
-
     try:
         with archive._backend.write(archive._timeout) as transaction:
             delete_owned(transaction, owner)

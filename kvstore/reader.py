@@ -7,7 +7,7 @@ the range alone: frames are found by key, never by searching. FORMAT.md sections
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -29,7 +29,7 @@ from kvcodecs.spec import F32, Kind, KState, StreamSpec
 from . import keys
 from .backend import Snapshot
 from .identity import Model
-from .records import HEADER_MAGIC, SessionRecord, StreamState
+from .records import HEADER_MAGIC, SessionRecord, StreamState, located
 
 # Mapped pages count as memory once touched: beyond this they are let go piece by piece.
 _BATCH_BYTES: Final = 12 << 20
@@ -160,7 +160,8 @@ class Reader:
         if found is None:
             number, header = self.header(snapshot, layer, kind)
             codec = codec_by_number(number)
-            params = codec.unpack(self.model.stream(layer, kind), header)
+            with located(f"{self.where} layer {layer} {kind} header"):
+                params = codec.unpack(self.model.stream(layer, kind), header)
             found = Coding(codec, params, header_tag(header))
             self._codings[layer, kind] = found
         return found
@@ -263,18 +264,8 @@ class Reader:
                     table = tables.get(span) or rope.table(request.start, request.stop)
                     tables[span] = table
                 lo, hi = piece.start - request.start, piece.stop - request.start
-                plan.add(
-                    coding.codec,
-                    coding.params,
-                    payload,
-                    first_token=piece.first_token,
-                    n_tokens=piece.n_tokens,
-                    start=piece.start,
-                    stop=piece.stop,
-                    out=request.out[:, lo:hi],
-                    rope=table,
-                    where=f"{self.where} {piece.name}",
-                )
+                out = request.out[:, lo:hi]
+                self._schedule(plan, piece, coding, payload, out, table)
             plan.run(n_threads)
             if many:
                 _let_go(snapshot, batch)
@@ -293,25 +284,40 @@ class Reader:
             What a raw frame stores its values in; "float32" for others.
         """
         coding, header, payload = self.open(snapshot, piece, layer, kind)
+        whole = replace(piece, start=piece.first_token, stop=piece.first_token + piece.n_tokens)
         spec = coding.params.spec
         out = np.empty((spec.heads, piece.n_tokens, spec.head_dim), np.float32)
         plan = Plan()
-        plan.add(
-            coding.codec,
-            coding.params,
-            payload,
-            first_token=piece.first_token,
-            n_tokens=piece.n_tokens,
-            start=piece.first_token,
-            stop=piece.first_token + piece.n_tokens,
-            out=out,
-            where=f"{self.where} {piece.name}",
-        )
+        self._schedule(plan, whole, coding, payload, out, None)
         plan.run(1)
         dtype = "float32"
         if piece.raw:
             dtype = codec_by_number(0).unpack(spec, bytes(payload[:1])).dtype.name
         return to_coded(out, spec, "pre"), header.error, dtype
+
+    def _schedule(
+        self,
+        plan: Plan,
+        piece: Piece,
+        coding: Coding,
+        payload: memoryview,
+        out: npt.NDArray[Any],
+        table: RopeTable | None,
+    ) -> None:
+        where = f"{self.where} {piece.name}"
+        with located(where):
+            plan.add(
+                coding.codec,
+                coding.params,
+                payload,
+                first_token=piece.first_token,
+                n_tokens=piece.n_tokens,
+                start=piece.start,
+                stop=piece.stop,
+                out=out,
+                rope=table,
+                where=where,
+            )
 
     def _coding_of(self, snapshot: Snapshot, piece: Piece, layer: int, kind: Kind) -> Coding:
         if not piece.raw:

@@ -10,14 +10,15 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 from kvcodecs.codec import CodecConfig, config_from_json
-from kvcodecs.errors import Corrupt, InvalidArgument, KvError, Unsupported
+from kvcodecs.errors import Corrupt, InvalidArgument, KvError, Truncated, Unsupported
 from kvcodecs.frame import open_record, seal_record
 from kvcodecs.spec import KINDS, Kind
 
@@ -148,7 +149,8 @@ def unpack_session(
     Truncated, Corrupt, Unsupported
         Not a session record that this release can read.
     """
-    return _session(load_session(value, where), list(names), where)
+    with located(where):
+        return _session(load_session(value, where), list(names), where)
 
 
 def load_session(value: memoryview | bytes, where: str) -> dict[str, Any]:
@@ -178,11 +180,12 @@ def _session(data: dict[str, Any], names: list[StreamName], where: str) -> Sessi
             state = StreamState(block, start, n_head, bool(header))
             n_own = n_tokens - start
             # Without a header every token is in the head.
-            if block < 1 or n_head > max(n_own, 0) or (not header and n_head < n_own):
+            bad_head = n_head > max(n_own, 0) or (not header and n_head < n_own)
+            if block < 1 or header > 1 or bad_head:
                 raise Corrupt(f"{where}: session record: layer {name[0]} {name[1]}: {state}")
             streams[name] = state
         return SessionRecord(
-            owner=int(data["owner"], 16),
+            owner=_owner(data["owner"]),
             model=model_of(data, where),
             n_tokens=n_tokens,
             codecs=configs,
@@ -295,6 +298,17 @@ def check_ids(token_ids: object, n_tokens: int) -> Ids:
     return ids.astype(np.int64)
 
 
+@contextmanager
+def located(where: str) -> Iterator[None]:
+    """Put `where` in front of an error that does not say it yet."""
+    try:
+        yield
+    except (Corrupt, InvalidArgument, Truncated, Unsupported) as error:
+        if where in str(error):
+            raise
+        raise type(error)(f"{where}: {error}") from error
+
+
 def _load(magic: bytes, value: memoryview | bytes, where: str) -> dict[str, Any]:
     body = open_record(magic, value, where)
     try:
@@ -304,6 +318,12 @@ def _load(magic: bytes, value: memoryview | bytes, where: str) -> dict[str, Any]
     if not isinstance(data, dict):
         raise Corrupt(f"{where}: record is not a JSON object")
     return data
+
+
+def _owner(value: str) -> int:
+    if len(bytes.fromhex(value)) != 8:
+        raise ValueError(f"{value!r} is not an owner")
+    return int(value, 16)
 
 
 def _number(value: object) -> int:

@@ -50,7 +50,7 @@ class Session:
     def n_committed(self) -> int:
         """Tokens that are durable and readable, as of now; another process may append."""
         with self._archive._read() as snapshot:
-            return self._archive._record(snapshot, self._name, self._reader.owner).n_tokens
+            return self._archive._catalog.record(snapshot, self._name, self._reader.owner).n_tokens
 
     @property
     def n_tokens(self) -> int:
@@ -163,7 +163,7 @@ class Session:
             The session has been deleted.
         """
         with self._archive._read() as snapshot:
-            record = self._archive._record(snapshot, self._name, self._reader.owner)
+            record = self._archive._catalog.record(snapshot, self._name, self._reader.owner)
             spec = self.model.stream(layer, kind)
             start, stop = check_range(
                 record, layer, kind, start, stop, self._where, self._n_appended()
@@ -209,7 +209,7 @@ class Session:
         requests: list[Request] = []
         results: list[Tensor | list[Tensor | None]] = []
         with self._archive._read() as snapshot:
-            record = self._archive._record(snapshot, self._name, self._reader.owner)
+            record = self._archive._catalog.record(snapshot, self._name, self._reader.owner)
             out_dtype = self._dtype(dtype)
             for kind in KINDS:
                 parts: list[Tensor | None] = []
@@ -235,7 +235,7 @@ class Session:
     def token_ids(self, start: int = 0, stop: int | None = None) -> Ids | None:
         """Return the committed token ids ``[start, stop)`` as int64; None if none are stored."""
         with self._archive._read() as snapshot:
-            record = self._archive._record(snapshot, self._name, self._reader.owner)
+            record = self._archive._catalog.record(snapshot, self._name, self._reader.owner)
             if not record.has_ids:
                 return None
             stop = record.n_tokens if stop is None else stop
@@ -249,13 +249,13 @@ class Session:
         """Return the first position that a layer has: 0, or more for a layer with a window."""
         self.model.stream(layer, kind)
         with self._archive._read() as snapshot:
-            record = self._archive._record(snapshot, self._name, self._reader.owner)
+            record = self._archive._catalog.record(snapshot, self._name, self._reader.owner)
             return record.streams[layer, kind].start
 
     def info(self) -> SessionInfo:
         """Return sizes, rates and measured errors; decodes nothing."""
         with self._archive._read() as snapshot:
-            record = self._archive._record(snapshot, self._name, self._reader.owner)
+            record = self._archive._catalog.record(snapshot, self._name, self._reader.owner)
             return session_info(snapshot, self._name, record, self._reader)
 
     def close(self) -> None:

@@ -14,13 +14,12 @@ from typing import Any
 
 import numpy as np
 from kvcodecs.codec import BlockEncoder, Chunks, CodecConfig, codec_by_number, codec_for
-from kvcodecs.errors import InvalidArgument
 from kvcodecs.frame import ErrorStats, header_tag, pack_frame, seal_record
 from kvcodecs.raw import Raw
 from kvcodecs.spec import F32, Kind, KState, StreamSpec
 
 from . import keys
-from .records import HEADER_MAGIC, StreamState
+from .records import HEADER_MAGIC, StreamState, located
 
 Put = tuple[bytes, bytes | None]  # None deletes
 
@@ -163,7 +162,7 @@ class StreamWriter:
         prepared = Prepared(chunks, n_tokens, None, dtype, post)
         if n_tokens == 0:
             return prepared
-        with _named(self.where):
+        with located(self.where):
             if self._params is not None:
                 self._check(self._params, chunks(), self.end)
                 return prepared
@@ -210,7 +209,7 @@ class StreamWriter:
         n_waiting = self.end - self._state.start
         if self._params is not None or n_waiting < self._fit_tokens:
             return
-        with _named(self.where):
+        with located(self.where):
             params = self._fit(lambda: self._all(()), self._post)
         self._fix(params, self._codec.pack(params))
 
@@ -317,17 +316,3 @@ class StreamWriter:
             payload=encoder.payload(),
             error=encoder.error,
         )
-
-
-class _named:
-    """Puts layer and kind in front of what a codec says."""
-
-    def __init__(self, where: str) -> None:
-        self._where = where
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, InvalidArgument):
-            raise InvalidArgument(f"{self._where}: {error}") from error

@@ -141,8 +141,8 @@ def _check_session(
     """Check one session and yield the keys that it names."""
     where = f"session {name!r}"
     try:
-        record = archive._record(snapshot, name, fresh=True)
-        model = archive._model(snapshot, record.model, fresh=True)
+        record = archive._catalog.record(snapshot, name, fresh=True)
+        model = archive._catalog.model(snapshot, record.model, fresh=True)
     except KvError as error:
         report.add(where, error)
         return

@@ -1,0 +1,115 @@
+"""What an archive holds: session records and models, read, checked and kept while they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kvcodecs.codec import CodecConfig, codec_for
+from kvcodecs.errors import Corrupt, InvalidArgument, NotFound
+from kvcodecs.spec import Kind
+
+from . import keys
+from .backend import Snapshot, Transaction
+from .identity import Model, check_identity
+from .records import SessionRecord, load_session, model_of, unpack_identity, unpack_session
+from .writer import check_configs
+
+
+class Catalog:
+    """Records and models of one archive; parsed once for every stored value.
+
+    Parameters
+    ----------
+    path
+        The archive, for messages.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._models: dict[bytes, Model] = {}
+        self._records: dict[str, tuple[bytes, SessionRecord]] = {}
+
+    def owner(self, snapshot: Snapshot, name: str) -> int:
+        """Return the id under which a session's frames are stored."""
+        return self.record(snapshot, name).owner
+
+    def record(
+        self, snapshot: Snapshot, name: str, owner: int | None = None, *, fresh: bool = False
+    ) -> SessionRecord:
+        """Return a session's record as of `snapshot`.
+
+        `owner` makes sure it is the same session, `fresh` that stored bytes are checked again.
+        """
+        where = f"{self.path}: session {name!r}"
+        value = snapshot.get(keys.session_key(name))
+        if value is None:
+            raise NotFound(f"{where}: no such session")
+        data = bytes(value)
+        cached = None if fresh else self._records.get(name)
+        if cached is None or cached[0] != data:
+            model = self.model(snapshot, model_of(load_session(data, where), where))
+            cached = (data, unpack_session(data, model.streams(), where))
+            self._records[name] = cached
+        record = cached[1]
+        if owner is not None and record.owner != owner:
+            raise NotFound(f"{where}: deleted, and another one was created under its name")
+        return record
+
+    def model(self, snapshot: Snapshot, digest: bytes, *, fresh: bool = False) -> Model:
+        """Return the model of an identity record."""
+        model = None if fresh else self._models.get(digest)
+        if model is None:
+            where = f"{self.path}: model {digest.hex()}"
+            value = snapshot.get(keys.identity_key(digest))
+            if value is None:
+                raise Corrupt(f"{where}: identity record missing")
+            model = self._models[digest] = unpack_identity(value, digest, where)
+        return model
+
+    def headers(
+        self,
+        snapshot: Snapshot,
+        name: str,
+        model: Model,
+        codec: CodecConfig | Mapping[Kind, CodecConfig] | None,
+        owner: int,
+    ) -> tuple[Mapping[Kind, CodecConfig], dict[bytes, bytes]]:
+        """Return the codecs and the stream headers of another session, under a new owner."""
+        where = f"{self.path}: stats_from session {name!r}"
+        values: dict[bytes, bytes] = {}
+        record = self.record(snapshot, name)
+        check_identity(self.model(snapshot, record.model), model, where)
+        configs = record.codecs if codec is None else check_configs(codec)
+        for (layer, kind), state in record.streams.items():
+            if not state.has_header:
+                raise InvalidArgument(
+                    f"{where}: layer {layer} {kind} has no stream header yet; it needs "
+                    f"{record.fit_tokens} committed tokens"
+                )
+            if codec_for(configs[kind]).number != codec_for(record.codecs[kind]).number:
+                raise InvalidArgument(
+                    f"{where}: {kind} is coded with {record.codecs[kind].codec}, "
+                    f"not {configs[kind].codec}"
+                )
+            value = snapshot.get(keys.stream_key(keys.HEADER, record.owner, layer, kind))
+            if value is None:
+                raise Corrupt(f"{where}: layer {layer} {kind} header missing")
+            values[keys.stream_key(keys.HEADER, owner, layer, kind)] = bytes(value)
+        return configs, values
+
+    def forget(self, name: str) -> None:
+        """Drop what is kept of a deleted session."""
+        self._records.pop(name, None)
+
+
+def delete_owned(transaction: Transaction, owner: int) -> int:
+    """Delete everything stored under an owner; return the bytes of the values."""
+    n_bytes = 0
+    for prefix in keys.OWNED:
+        found = [
+            (key, value.nbytes) for key, value in transaction.scan(keys.owner_prefix(prefix, owner))
+        ]
+        for key, size in found:
+            transaction.delete(key)
+            n_bytes += size
+    return n_bytes
