@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -21,6 +21,9 @@ from kvstore import Model
 from kvtools.source import METADATA_KEY, has_rope
 from kvtools.tensorfile import TensorWriter
 from kvtools.terminal import progress, show_json, size_text
+
+#: Tokens of one stream in memory at a time.
+PIECE_TOKENS = 8192
 
 Shapes = dict[str, tuple[npt.DTypeLike, tuple[int, ...]]]
 
@@ -46,8 +49,8 @@ def run_unpack(args: argparse.Namespace) -> int:
             )
         dtype = float_dtype(args.dtype or model.dtype or "float32")
         token_ids = session.token_ids()
-        plan = _Layout(model, [numbers[i] for i in layers], args.k_state, stop - start, dtype)
-        shapes = plan.shapes()
+        layout = _Layout(model, [numbers[i] for i in layers], args.k_state, stop - start, dtype)
+        shapes = layout.shapes()
         if token_ids is not None:
             token_ids = token_ids[start:stop]
             shapes["token_ids"] = (_id_dtype(token_ids), token_ids.shape)
@@ -55,20 +58,16 @@ def run_unpack(args: argparse.Namespace) -> int:
         with TensorWriter(args.output, shapes, metadata, overwrite=args.force) as writer:
             if token_ids is not None:
                 writer.array("token_ids")[...] = token_ids
-            streams = model.streams()
+            pieces = list(_pieces(start, stop))
+            todo = [(*stream, *piece) for stream in model.streams() for piece in pieces]
             with progress("unpack", quiet=args.quiet or args.json) as advance:
-                for done, (index, kind) in enumerate(streams):
+                for done, (index, kind, first, last) in enumerate(todo):
+                    view = layout.view(writer, index, kind)[:, first - start : last - start]
                     session.read(
-                        layers[index],
-                        kind,
-                        start,
-                        stop,
-                        k_state=args.k_state,
-                        dtype=dtype.name,
-                        out=plan.view(writer, index, kind),
+                        layers[index], kind, first, last, args.k_state, dtype.name, out=view
                     )
                     writer.release()
-                    advance(done + 1, len(streams))
+                    advance(done + 1, len(todo))
     if args.json:
         tensors = {key: list(shape) for key, (_, shape) in shapes.items()}
         show_json({"session": name, "start": start, "stop": stop, "tensors": tensors})
@@ -113,6 +112,14 @@ class _Layout:
     def _name(self, index: int, kind: Kind) -> str:
         name = self._names[kind]
         return name if self._stacked else f"layers.{self._numbers[index]}.{name}"
+
+
+def _pieces(start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """Cut a token range at multiples of `PIECE_TOKENS`, which are block boundaries as a rule."""
+    while start < stop:
+        cut = min(stop, (start // PIECE_TOKENS + 1) * PIECE_TOKENS)
+        yield start, cut
+        start = cut
 
 
 def only_session(archive: kvstore.Archive) -> str:

@@ -43,7 +43,7 @@ import kvstore
 import kvtools.pack
 from kvtools.cli import main
 before = peak()
-code = main(["pack", sys.argv[1], sys.argv[2], "--session", "bench", "--quiet", *sys.argv[3:]])
+code = main(["pack", sys.argv[1], sys.argv[2], "--session", "bench", *sys.argv[3:]])
 print(before, peak(), code)
 """
 )
@@ -98,7 +98,8 @@ def measure_memory(sample: Sample, folder: Path, megabytes: int, options: list[s
     source, archive = folder / "big.safetensors", str(folder / "big.kv")
     n_tokens = write_tiled(source, sample, megabytes)
     size = source.stat().st_size / 1e6
-    before, after, code = map(int, run_python(_PACK, str(source), archive, *options).split())
+    printed = run_python(_PACK, str(source), archive, *options)
+    before, after, code = map(int, printed.splitlines()[-1].split())
     if code:
         raise KvError("pack failed in a measuring process")
     source.unlink()
