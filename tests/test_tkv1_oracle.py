@@ -47,7 +47,7 @@ def tensors(draw, heads, head_dim, max_tokens=24):
     x = rng.normal(0, scale, (heads, n, head_dim)).cumsum(axis=1) * rng.uniform(0, 1, head_dim)
     x += rng.normal(0, 3 * scale, (heads, 1, head_dim))
     if draw(st.booleans()):
-        x[rng.random(x.shape) < 0.05] *= 100.0
+        x[rng.random(x.shape) < 0.05] *= 20.0
     if draw(st.booleans()):
         x[..., rng.integers(head_dim)] = draw(st.sampled_from([0.0, -0.0, 1e-42, 2.5]))
     return x.astype(np.float32), scale
@@ -59,7 +59,7 @@ def settings_of_a_stream(draw):
     x, scale = draw(tensors(heads, head_dim))
     fields = {
         "kind": draw(st.sampled_from("kv")),
-        "step": scale * draw(st.floats(0.01, 4.0)),
+        "step": scale * draw(st.floats(0.05, 4.0)),
         "sink": draw(st.integers(0, 12)),
         "sink_div": draw(st.sampled_from([1, 2, 7, 16, 255])),
         "ar": draw(st.booleans()),
@@ -192,7 +192,10 @@ def test_blocks_of_sessions_are_the_same_bytes(stream, first, data):
     error = np.abs(decoded.astype(np.float64) - x)
     assert encoder.error.max_error == error.max()
     assert encoder.error.n_values == x.size
-    assert encoder.error.sum_squares == pytest.approx(float((error**2).sum()), rel=1e-2)
+    # Errors are summed in multiples of unit / 256, so that no order of adding matters.
+    quantum = params.unit / 256
+    slack = (error * quantum + quantum**2 / 4).sum()
+    assert abs(encoder.error.sum_squares - (error**2).sum()) <= slack * (1 + 1e-9)
     assert len(encoder.payload()) <= CODEC.worst_case_bytes(params, at)
 
 
