@@ -83,7 +83,9 @@ def test_structs_match_the_core():
     assert CHANNEL_DTYPE.itemsize == _core.CHANNEL_BYTES
 
 
-@pytest.mark.parametrize(("start", "stop"), [(0, 100), (0, 1), (31, 33), (32, 64), (50, 50), (99, 100)])
+@pytest.mark.parametrize(
+    ("start", "stop"), [(0, 100), (0, 1), (31, 33), (32, 64), (50, 50), (99, 100)]
+)
 def test_a_range_is_a_slice_of_the_whole(config, start, stop):
     stream = Stream(StreamSpec("v", 3, 16), 100, config)
     whole = stream.decode(0, 100)

@@ -442,8 +442,7 @@ def test_malformed_headers_are_corrupt(change):
     "change",
     [
         {"tokens": 5},
-        {"tokens": 2**40},
-        {"tokens": 2**64 - 1},
+        {"tokens": 2**32},
         {"heads": 1000},
         {"head_dim": 2**15},
         {"length": 1},
@@ -455,6 +454,15 @@ def test_malformed_headers_are_corrupt(change):
 def test_counts_beyond_the_bytes_are_truncated(change):
     with pytest.raises(Truncated):
         TkvFile.parse(header(**change))
+
+
+@pytest.mark.parametrize("tokens", [2**34, 2**64 - 1])
+def test_no_header_asks_for_any_amount_of_memory(tokens):
+    """A run of equal values codes to no bytes, so the bytes do not bound the tokens."""
+    with pytest.raises(Corrupt, match="tokens of"):
+        TkvFile.parse(header(tokens=tokens))
+    with pytest.raises(Corrupt, match="block_tokens"):
+        TkvFile.parse(header(block=2**20 + 1))
 
 
 def test_a_varint_of_more_than_64_bits_is_corrupt():

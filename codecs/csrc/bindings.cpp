@@ -188,13 +188,13 @@ kv::BlockEncoder new_block_encoder(const Array1<kv_u32>& prior, kv_u32 heads, kv
   return kv::BlockEncoder(geometry, mean.data(), rho.data(), cls.data(), prior.data());
 }
 
-void push(kv::BlockEncoder& encoder, const Array3<float>& x) {
+void push(kv::BlockEncoder& encoder, const Array3<float>& x, unsigned n_threads) {
   const auto& g = encoder.geometry();
   if (x.shape(0) != g.heads || x.shape(2) != g.head_dim) invalid("block encoder: [heads][tokens][head_dim] expected");
   bool ok;
   {
     nb::gil_scoped_release release;
-    ok = encoder.push(x.data(), x.shape(1));
+    ok = encoder.push(x.data(), x.shape(1), n_threads);
   }
   if (!ok) invalid("a value or residual is beyond 2^24 units: the step is too small");
 }
@@ -386,7 +386,7 @@ NB_MODULE(_core, m) {
       .def_prop_ro("n_tokens", &kv::Statistics::n_tokens);
 
   nb::class_<kv::BlockEncoder>(m, "BlockEncoder")
-      .def("push", &push, "x"_a)
+      .def("push", &push, "x"_a, "n_threads"_a = 1)
       .def("payload", [](const kv::BlockEncoder& e) { return to_bytes(e.payload()); })
       .def_prop_ro("n_tokens", &kv::BlockEncoder::n_tokens)
       .def_prop_rw(

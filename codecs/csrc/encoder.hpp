@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "lane.hpp"
+#include "threads.hpp"
 
 namespace kv {
 
@@ -169,9 +170,6 @@ class BlockEncoder {
                const kv_u32* prior)
       : g_(geometry), groups_(geometry.head_dim / geometry.width) {
     lanes_.resize((std::size_t)g_.heads * groups_);
-    residuals_.resize(g_.width);
-    values_.resize(g_.width);
-    errors_.resize(g_.width);
     for (kv_u32 l = 0; l < lanes_.size(); ++l) {
       Lane& lane = lanes_[l];
       lane.channels.resize(g_.width);
@@ -208,14 +206,22 @@ class BlockEncoder {
     error_ = {error.max_error, std::nearbyint(error.sum_squares / (scale * scale)), error.n_values};
   }
 
-  // Append n tokens, x: [heads][n][head_dim] float32, C-contiguous. False: a residual of 2^24 or a value of
-  // 2^24 units or more; the encoder is then unusable. Callers check values beforehand (codec.check).
-  bool push(const float* x, kv_u64 n) {
-    for (kv_u32 l = 0; l < lanes_.size(); ++l) {
-      if (!push_lane(lanes_[l], x + (std::size_t)(l / groups_) * n * g_.head_dim, n)) return false;
+  // Append n tokens, x: [heads][n][head_dim] float32, C-contiguous, lanes side by side on n_threads threads. False: a
+  // residual of 2^24 or a value of 2^24 units or more, or no memory; the encoder is then unusable. Callers check
+  // values beforehand (codec.check).
+  bool push(const float* x, kv_u64 n, unsigned n_threads) {
+    std::vector<ErrorSums> sums(lanes_.size());
+    std::atomic<bool> fine{true};
+    const bool in_memory = run_pieces<Row>(lanes_.size(), n_threads, [&](std::size_t l, Row& row) {
+      if (!push_lane(lanes_[l], x + l / groups_ * n * g_.head_dim, n, row, sums[l])) fine = false;
+    });
+    for (const ErrorSums& lane : sums) {
+      error_.max_error = lane.max_error > error_.max_error ? lane.max_error : error_.max_error;
+      error_.sum_squares += lane.sum_squares;
     }
+    error_.n_values += n * lanes_.size() * g_.width;
     n_tokens_ += n;
-    return true;
+    return fine && in_memory;
   }
 
   // Lane entries as FORMAT.md section 4 stores them: varint length and bytes of each lane.
@@ -238,35 +244,43 @@ class BlockEncoder {
     std::vector<kv_u32> models;
   };
 
+  struct Row {
+    std::vector<float> values;
+    std::vector<kv_i32> residuals;
+    std::vector<double> errors;
+  };
+
   // Row by row: first every prediction, residual and reconstruction, then the coding. The two loops have nothing in
   // common but the row's residuals, and the first runs at the speed of its divisions.
-  bool push_lane(Lane& lane, const float* x, kv_u64 n) {
+  bool push_lane(Lane& lane, const float* x, kv_u64 n, Row& row, ErrorSums& sums) {
     const std::size_t row_bytes = (std::size_t)g_.width * kMaxResidualBytes;
+    row.values.resize(g_.width);
+    row.residuals.resize(g_.width);
+    row.errors.resize(g_.width);
     for (kv_u64 t = 0; t < n; ++t, x += g_.head_dim) {
-      if (!quantise(lane, x, g_.first_token + n_tokens_ + t)) return false;
+      if (!quantise(lane, x, g_.first_token + n_tokens_ + t, row, sums)) return false;
       RangeCursor coder = lane.coder.run(row_bytes);
       kv_u32* models = lane.models.data();
       for (kv_u32 i = 0; i < g_.width; ++i) {
-        encode_residual(coder, models + lane.context[i], residuals_[i]);
-        lane.context[i] = context_of(lane.channels[i], residuals_[i]);
+        encode_residual(coder, models + lane.context[i], row.residuals[i]);
+        lane.context[i] = context_of(lane.channels[i], row.residuals[i]);
       }
       lane.coder.resume(coder);
     }
-    error_.n_values += n * g_.width;
     return true;
   }
 
-  bool quantise(Lane& lane, const float* x, kv_u64 position) {
-    for (kv_u32 i = 0; i < g_.width; ++i) values_[i] = x[lane.channels[i].output];
+  bool quantise(Lane& lane, const float* x, kv_u64 position, Row& row, ErrorSums& sums) const {
+    for (kv_u32 i = 0; i < g_.width; ++i) row.values[i] = x[lane.channels[i].output];
     const double scale = position < g_.sink ? 1.0 : (double)g_.sink_div;
-    const bool fine = quantise_row(g_.width, values_.data(), lane.mean.data(), lane.rho.data(), g_.unit, scale,
-                                   lane.previous.data(), residuals_.data(), errors_.data());
+    const bool fine = quantise_row(g_.width, row.values.data(), lane.mean.data(), lane.rho.data(), g_.unit, scale,
+                                   lane.previous.data(), row.residuals.data(), row.errors.data());
     const double error_scale = kErrorScale / g_.unit;
     for (kv_u32 i = 0; i < g_.width; ++i) {
-      const double e = errors_[i];
+      const double e = row.errors[i];
       const double scaled = (double)(kv_i64)(std::min(e * error_scale, 1e15) + 0.5);
-      error_.max_error = e > error_.max_error ? e : error_.max_error;
-      error_.sum_squares += scaled * scaled;
+      sums.max_error = e > sums.max_error ? e : sums.max_error;
+      sums.sum_squares += scaled * scaled;
     }
     return fine;
   }
@@ -274,10 +288,6 @@ class BlockEncoder {
   Geometry g_;
   kv_u32 groups_;
   std::vector<Lane> lanes_;
-  // Of the row being coded.
-  std::vector<float> values_;
-  std::vector<kv_i32> residuals_;
-  std::vector<double> errors_;
   kv_u64 n_tokens_ = 0;
   ErrorSums error_;
 };

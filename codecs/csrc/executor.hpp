@@ -2,14 +2,13 @@
 // The tables are those of kvcodecs/plan.py; the GPU executes the same ones.
 #pragma once
 
-#include <atomic>
-#include <new>
-#include <system_error>
-#include <thread>
+#include <algorithm>
+#include <cstring>
 
-#include "encoder.hpp"
 #include "half.hpp"
+#include "lane.hpp"
 #include "lanes_avx512.hpp"
+#include "threads.hpp"
 
 namespace kv {
 
@@ -276,39 +275,20 @@ inline std::vector<Unit> plan_units(const PlanTables& p, unsigned n_threads, boo
   return units;
 }
 
-// Units are handed out one by one: their sizes differ, and the output does not depend on who decodes what.
-// False: memory ran out.
+// The output does not depend on who decodes what. False: memory ran out.
 inline bool run_plan(const PlanTables& p, kv_u8* status, unsigned n_threads, bool wide) {
   n_threads = std::max(n_threads, 1u);
   const std::vector<Unit> units = plan_units(p, n_threads, wide);
-  std::atomic<std::size_t> next{0};
-  std::atomic<bool> out_of_memory{false};
-  auto work = [&] {
-    try {
-      Scratch scratch;
-      for (std::size_t i = next++; i < units.size(); i = next++) {
-        const Unit& unit = units[i];
+  return run_pieces<Scratch>(units.size(), n_threads, [&](std::size_t i, Scratch& scratch) {
+    const Unit& unit = units[i];
 #if KV_HAS_WIDE
-        if (unit.n > 1) {
-          run_wide(p, p.lanes + unit.first, unit.n, status + unit.first, scratch);
-          continue;
-        }
-#endif
-        status[unit.first] = run_lane(p, p.lanes[unit.first], scratch);
-      }
-    } catch (const std::bad_alloc&) {
-      out_of_memory = true;
+    if (unit.n > 1) {
+      run_wide(p, p.lanes + unit.first, unit.n, status + unit.first, scratch);
+      return;
     }
-  };
-  std::vector<std::thread> threads;
-  try {
-    for (unsigned i = 1; i < n_threads && i < units.size(); ++i) threads.emplace_back(work);
-  } catch (const std::system_error&) {
-    // The system gives no more threads: those that run do the work.
-  }
-  work();
-  for (std::thread& thread : threads) thread.join();
-  return !out_of_memory;
+#endif
+    status[unit.first] = run_lane(p, p.lanes[unit.first], scratch);
+  });
 }
 
 }  // namespace kv

@@ -48,10 +48,11 @@ class BlockEncoder(Protocol):
     def n_tokens(self) -> int: ...
     @property
     def error(self) -> ErrorStats: ...
-    def push(self, x: F32) -> None:
+    def push(self, x: F32, n_threads: int = 1) -> None:
         """Append tokens, ``[heads][n][head_dim]`` of the coded domain in coded channel order.
 
-        Does not fail on values that the codec's `check` accepted.
+        Does not fail on values that the codec's `check` accepted. The result does not depend on
+        the number of threads.
         """
 
     def payload(self) -> bytes:

@@ -80,7 +80,7 @@ class _RawEncoder:
     def error(self) -> ErrorStats:
         return self._error
 
-    def push(self, x: F32) -> None:
+    def push(self, x: F32, n_threads: int = 1) -> None:
         self._chunks.append(x.astype(self._params.dtype))
         self._error = self._error.merge(ErrorStats(0.0, 0.0, x.size))
 

@@ -27,6 +27,7 @@ from .params import (
 
 __all__ = ["CODEC", "TKV1Codec", "config_from_fields"]
 
+_MANY_VALUES = 1 << 14
 #: Stands for the RMS of a prefill of zeros, which says nothing of what follows.
 _RMS_OF_ZEROS = 2.0**-10
 # The bits-per-value search codes at most this many tokens, and stops at this ratio of steps.
@@ -51,8 +52,9 @@ class _Encoder:
             return ErrorStats.unknown()
         return ErrorStats(max_error, sum_squares, n_values)
 
-    def push(self, x: F32) -> None:
-        self._core.push(np.ascontiguousarray(x))
+    def push(self, x: F32, n_threads: int = 1) -> None:
+        # A thread costs as much as some hundred values.
+        self._core.push(np.ascontiguousarray(x), n_threads if x.size > _MANY_VALUES else 1)
 
     def payload(self) -> bytes:
         return self._core.payload()

@@ -24,6 +24,10 @@ from .params import (
 )
 
 MAGIC = b"TKV1"
+# A run of equal values codes to no bytes at all, so nothing but these bounds stops a short file from
+# asking for any amount of memory.
+MAX_BLOCK_TOKENS = 1 << 20
+MAX_VALUES = 1 << 34
 Layout = Literal["lane", "stream"]
 _V, _PRE_ROPE, _AR, _LANE, _LANE_WIDTH = 1, 2, 4, 8, 16
 
@@ -70,8 +74,10 @@ class TkvParams:
             raise InvalidArgument(f"TKV1: step {self.step!r} is not a positive number")
         if self.layout not in ("lane", "stream"):
             raise InvalidArgument(f"TKV1: layout {self.layout!r}, expected 'lane' or 'stream'")
-        if not 1 <= self.block_tokens < 1 << 32:
-            raise InvalidArgument(f"TKV1: block_tokens {self.block_tokens} is not 1 to 2^32 - 1")
+        if not 1 <= self.block_tokens <= MAX_BLOCK_TOKENS:
+            raise InvalidArgument(
+                f"TKV1: block_tokens {self.block_tokens} is not 1 to {MAX_BLOCK_TOKENS}"
+            )
         if not 0 <= self.sink < 1 << 63 or not 1 <= self.sink_div < 1 << 24:
             raise InvalidArgument(f"TKV1: sink {self.sink}, sink_div {self.sink_div} out of range")
         if self.layout == "lane":
@@ -178,6 +184,8 @@ def unpack_header(view: memoryview) -> tuple[TkvParams, int, ChannelStatistics, 
         raise Corrupt("TKV1 header: class out of range")
     if params.layout == "lane" and (np.abs(mean) >= 2 * MAX_UNITS).any():
         raise Corrupt("TKV1 header: mean out of range")
+    if n_tokens * params.channels > MAX_VALUES:
+        raise Corrupt(f"TKV1 header: {n_tokens} tokens of {params.channels} channels")
     return params, n_tokens, ChannelStatistics(mean, rho, cls), at
 
 
