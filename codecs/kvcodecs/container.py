@@ -22,12 +22,12 @@ from .frame import (
     open_record,
 )
 from .spec import F32, Kind, StreamSpec, describe_value
+from .tkv1.tkvheader import MAX_BLOCK_TOKENS, MAX_VALUES
 
 Layout: TypeAlias = Literal["lane", "stream"]
 
 MAGIC: Final = b"KVC1"
 FILE_MAGIC: Final = b"KVCT"
-MAX_BLOCK_TOKENS: Final = 1 << 20
 
 LAYOUTS: Final[tuple[Layout, ...]] = ("lane", "stream")
 KINDS: Final[tuple[Kind, ...]] = ("k", "v")
@@ -54,6 +54,10 @@ class Head(NamedTuple):
     n_tokens: int
 
     @property
+    def n_values(self) -> int:
+        return self.heads * self.n_tokens * self.head_dim
+
+    @property
     def n_blocks(self) -> int:
         return -(-self.n_tokens // self.block_tokens)
 
@@ -78,6 +82,8 @@ class Head(NamedTuple):
         head = cls(LAYOUTS[layout], dtype, KINDS[kind], *sizes)
         if not 1 <= head.block_tokens <= MAX_BLOCK_TOKENS:
             raise Corrupt(f"container: {head.block_tokens} tokens a block")
+        if head.n_values > MAX_VALUES:
+            raise Corrupt(f"container: {head.n_values} values, at most {MAX_VALUES}")
         return head
 
     def spec(self) -> StreamSpec:

@@ -19,7 +19,6 @@ from .container import (
     KINDS,
     LAYOUTS,
     MAGIC,
-    MAX_BLOCK_TOKENS,
     Head,
     Layout,
     check_finite,
@@ -34,6 +33,7 @@ from .plan import Plan
 from .spec import F32, Kind, StreamSpec
 from .tensor import as_float32, check_tensor
 from .tkv1 import CODEC, TKV1, TkvFile, encode_stream, step_for_bpv
+from .tkv1.tkvheader import MAX_BLOCK_TOKENS, MAX_VALUES
 
 BARE_MAGIC: Final = b"TKV1"
 
@@ -179,6 +179,8 @@ class TKV1Codec(Codec):  # type: ignore[misc]
         head = Head(self._layout, dtype, self._kind, heads, head_dim, self._block_tokens, n_tokens)
         if n_tokens == 0:
             return seal_record(MAGIC, head.pack())
+        if head.n_values > MAX_VALUES:
+            raise InvalidArgument(f"tkv1: {head.n_values} values, at most {MAX_VALUES}; cut it up")
         y = as_float32(x)
         check_finite(y, spec)
         if self._layout == "stream":
