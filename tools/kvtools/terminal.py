@@ -14,28 +14,31 @@ Progress = Callable[[int, int], None]
 def show_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table: boxed on a terminal, plain aligned columns otherwise.
 
-    The first column is aligned left, the others right.
+    Columns of numbers are aligned right, others left.
     """
+    numeric = [
+        bool(rows) and all(row[i][:1].isdigit() or row[i] == "-" for row in rows)
+        for i in range(len(columns))
+    ]
     if sys.stdout.isatty():
         from rich.console import Console
         from rich.table import Table
         from rich.text import Text
 
         table = Table(title=title or None, title_justify="left")
-        for index, column in enumerate(columns):
-            table.add_column(column, justify="right" if index else "left")
+        for column, right in zip(columns, numeric, strict=True):
+            table.add_column(column, justify="right" if right else "left")
         for row in rows:
             table.add_row(*(Text(cell) for cell in row))  # Text: names may contain [markup]
         Console().print(table)
         return
     if title:
         print(title)
-    lines = [list(columns), *(list(row) for row in rows)]
+    lines = [columns, *rows]
     widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
     for line in lines:
-        first = line[0].ljust(widths[0])
-        rest = (cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True))
-        print("  ".join((first, *rest)).rstrip())
+        cells = zip(line, widths, numeric, strict=True)
+        print("  ".join(c.rjust(w) if right else c.ljust(w) for c, w, right in cells).rstrip())
 
 
 def show_pairs(pairs: Sequence[tuple[str, str]]) -> None:
