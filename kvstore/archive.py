@@ -233,11 +233,14 @@ class Archive:
         """
         with self._read() as snapshot:
             owner = self._catalog.owner(snapshot, name)
-        for session in list(self._sessions):
-            if session.name == name:
+        own = [session for session in list(self._sessions) if session.name == name]
+        for session in own:
+            if session._writer is not None:
                 session.close()
         lease = self._backend.lease(owner, name)
         try:
+            for session in own:
+                session.close()
             with self._backend.write(self._timeout) as transaction:
                 if self._catalog.owner(transaction, name) != owner:
                     raise NotFound(f"{self.path}: session {name!r} was replaced meanwhile")

@@ -26,6 +26,8 @@ from kvcodecs.errors import (
     Unsupported,
 )
 
+from ._freelist import tail_is_free
+
 DATA_FILE: Final = "data.mdb"
 LOCK_FILE: Final = "lock.mdb"
 # A large map costs address space only; a process with a limit on that gets a smaller one.
@@ -33,6 +35,8 @@ _MAP_LADDER: Final = (1 << 40, 1 << 36, 1 << 33, 1 << 30)
 _MAX_READERS: Final = 1022
 _RESIZE_TIMEOUT: Final = 10.0
 _NO_SPACE: Final = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
+# LMDB calls a write that the disk cut short an input/output error.
+_MAYBE_NO_SPACE: Final = (errno.EIO, "mdb_txn_commit")
 _NOT_ALLOWED: Final = frozenset((errno.EACCES, errno.EROFS, errno.EPERM))
 
 
@@ -43,6 +47,10 @@ def translate(error: lmdb.Error, where: str) -> KvError:
         return Full(f"{where}: the map is used up; reopen with a larger map_size")
     if isinstance(error, lmdb.DiskError) or code in _NO_SPACE:
         return Full(f"{where}: no space on the disk ({error}); what was committed is unharmed")
+    if (code, getattr(error, "what", "")) == _MAYBE_NO_SPACE:
+        return Full(
+            f"{where}: no space on the disk, or it fails ({error}); what was committed is unharmed"
+        )
     if isinstance(error, lmdb.MemoryError):
         return Full(f"{where}: not enough address space or memory ({error})")
     if isinstance(error, lmdb.ReadersFullError):
@@ -69,6 +77,7 @@ class Environment:
         self._gate = threading.Condition(threading.Lock())
         self._n_active = 0
         self._closed = False
+        self._short_but_sound = (0, 0)
         self._page_bytes = int(env.stat()["psize"])
         # Ours alone, for its length; LMDB's locks are on the other file.
         self._data_fd = os.open(os.path.join(path, DATA_FILE), os.O_RDONLY | os.O_CLOEXEC)
@@ -142,10 +151,25 @@ class Environment:
         expected = 2 * self._page_bytes
         if n_bytes >= expected:
             expected = (int(self.env.info()["last_pgno"]) + 1) * self._page_bytes
-        if n_bytes < expected:
-            raise Truncated(
-                f"{self.path}: {DATA_FILE} has {n_bytes} of {expected} bytes; restore a copy"
-            )
+            if n_bytes >= expected or self._is_sound(expected):
+                return
+        raise Truncated(
+            f"{self.path}: {DATA_FILE} has {n_bytes} of {expected} bytes; restore a copy"
+        )
+
+    def _is_sound(self, expected: int) -> bool:
+        """Look again at a file that seemed too short."""
+        n_bytes = os.fstat(self._data_fd).st_size  # another process may just have extended it
+        if n_bytes >= expected or (n_bytes, expected) == self._short_but_sound:
+            return True
+        txn = self.env.begin()
+        try:
+            sound = tail_is_free(self._data_fd, self._page_bytes, txn.id(), n_bytes)
+        finally:
+            txn.abort()
+        if sound:
+            self._short_but_sound = n_bytes, expected
+        return sound
 
     def _close_if_unused(self) -> None:
         # Under the registry's lock. Whoever opens the path meanwhile has raised `refs`.

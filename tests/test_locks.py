@@ -1,0 +1,254 @@
+"""Writers wait for each other with a time-out, whoever they are and however they end."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kvstore
+from kvstore import Model, Raw
+
+MODEL = Model.uniform(name="m", n_layers=1, n_kv_heads=1, head_dim=4)
+
+# Holds LMDB's write lock with LMDB alone, as any other program might.
+HOLDER = """
+import sys, time, lmdb
+env = lmdb.open(sys.argv[1], lib_version=0, map_size=1 << 30)
+txn = env.begin(write=True)
+print("held", flush=True)
+sys.stdin.readline()
+txn.abort()
+"""
+
+APPENDER = """
+import sys, numpy as np, kvstore
+with kvstore.open(sys.argv[1], "a") as archive:
+    session = archive.session("s")
+    session.append(np.zeros((1, 1, 1, 4), np.float32), np.zeros((1, 1, 1, 4), np.float32))
+    print("held", flush=True)
+    sys.stdin.readline()
+"""
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = str(tmp_path / "a.kv")
+    with kvstore.open(path, "a") as archive:
+        for name in ("s", "t"):
+            archive.create_session(name, model=MODEL, codec=Raw())
+    return path
+
+
+@pytest.fixture
+def other_process():
+    started = []
+
+    def run(code, *args):
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, *args],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        assert process.stdout.readline() == "held\n"
+        return process
+
+    yield run
+    for process in started:
+        process.kill()
+        process.wait()
+        process.stdin.close()
+        process.stdout.close()
+
+
+def let_go(process):
+    process.stdin.write("\n")
+    process.stdin.flush()
+
+
+def append(session, n=1):
+    x = np.ones((1, 1, n, 4), np.float32)
+    session.append(x, x)
+
+
+def test_lock_held_by_another_process(path, other_process):
+    holder = other_process(HOLDER, path)
+    with kvstore.open(path, "a", lock_timeout=0.2) as archive:
+        session = archive.session("s")
+        append(session)
+        for _ in range(3):  # a waiting writer that gave up does not stand in the way
+            began = time.monotonic()
+            with pytest.raises(
+                kvstore.Locked, match=r"a\.kv: another writer held the lock for 0.2"
+            ):
+                session.commit()
+            assert 0.15 < time.monotonic() - began < 5
+        assert (session.n_tokens, session.n_committed) == (1, 0)
+        assert session.read_all()[0].shape[2] == 0  # readers are never blocked
+        with pytest.raises(kvstore.Locked):
+            archive.create_session("u", model=MODEL)
+        with pytest.raises(kvstore.Locked):
+            archive.delete_session("t")
+        let_go(holder)
+        session.commit()
+        assert session.n_committed == 1
+        assert len([t for t in threading.enumerate() if t.name == "kvstore-writer"]) == 0
+
+
+def test_lock_holder_is_killed(path, other_process):
+    holder = other_process(HOLDER, path)
+    with kvstore.open(path, "a", lock_timeout=30) as archive:
+        session = archive.session("s")
+        append(session)
+        threading.Timer(0.3, lambda: os.kill(holder.pid, signal.SIGKILL)).start()
+        session.commit()
+        assert session.n_committed == 1
+        assert archive.verify().ok
+
+
+def test_closing_under_a_waiting_writer(path, other_process):
+    holder = other_process(HOLDER, path)
+    archive = kvstore.open(path, "a", lock_timeout=0.1)
+    session = archive.session("s")
+    append(session)
+    with pytest.raises(kvstore.Locked):
+        session.commit()
+    archive.close()
+    # The environment is still in use by the thread that waits; opening again takes it over.
+    with kvstore.open(path, "a", lock_timeout=0.1) as archive:
+        session = archive.session("s")
+        append(session)
+        with pytest.raises(kvstore.Locked):
+            session.commit()
+    let_go(holder)
+    deadline = time.monotonic() + 10
+    while any(t.name == "kvstore-writer" for t in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    from kvstore.backends import _environment
+
+    assert _environment._registry == {}
+    with kvstore.open(path, "a", lock_timeout=1) as archive:
+        session = archive.session("s")
+        append(session, 3)
+        session.commit()
+        assert session.n_committed == 3
+
+
+def test_waiting_commit_gets_the_lock(path, other_process):
+    holder = other_process(HOLDER, path)
+    with kvstore.open(path, "a", lock_timeout=30) as archive:
+        session = archive.session("s")
+        append(session)
+        threading.Timer(0.3, lambda: let_go(holder)).start()
+        session.commit()
+        assert session.n_committed == 1
+
+
+def test_one_appender_in_a_process(path):
+    with kvstore.open(path, "a") as one, kvstore.open(path, "a") as two:
+        first, second, third = one.session("s"), one.session("s"), two.session("s")
+        append(first)
+        for session in (second, third):
+            with pytest.raises(kvstore.Locked, match="session 's' already has an appender"):
+                append(session)
+        append(two.session("t"))  # another session is free
+        with pytest.raises(kvstore.Locked):
+            two.delete_session("s")
+        first.commit()
+        assert third.n_committed == third.n_tokens == 1
+        first.close()
+        append(third)
+        third.commit()
+        assert third.n_committed == 2
+        third.close()
+        del third
+        one.delete_session("s")
+
+
+def test_a_forgotten_session_gives_its_lease_back(path):
+    with kvstore.open(path, "a") as archive:
+        append(archive.session("s"))
+        append(archive.session("s"))
+
+
+def test_appender_in_another_process(path, other_process):
+    holder = other_process(APPENDER, path)
+    with kvstore.open(path, "a") as archive:
+        session = archive.session("s")
+        with pytest.raises(kvstore.Locked, match="'s' already has an appender"):
+            append(session)
+        with pytest.raises(kvstore.Locked):
+            archive.delete_session("s")
+        assert archive.gc() == 0
+        os.kill(holder.pid, signal.SIGKILL)
+        holder.wait()
+        append(session)  # the lease died with its process
+        session.commit()
+        assert session.n_committed == 1
+        session.close()
+        assert os.listdir(os.path.join(path, "leases")) == []
+
+
+def test_processes_append_to_sessions_of_their_own(path):
+    code = """
+import sys, numpy as np, kvstore
+with kvstore.open(sys.argv[1], "a", lock_timeout=60) as archive:
+    session = archive.session(sys.argv[2])
+    for i in range(60):
+        x = np.full((1, 1, 1, 4), i, np.float32)
+        session.append(x, x, start=i)
+        session.commit()
+"""
+    children = [subprocess.Popen([sys.executable, "-c", code, path, name]) for name in ("s", "t")]
+    with kvstore.open(path) as archive:
+        while any(child.poll() is None for child in children):
+            for name in ("s", "t"):
+                k, _ = archive.session(name).read_all()
+                expected = np.arange(k.shape[2], dtype=np.float32)
+                np.testing.assert_array_equal(k[0, 0, :, 0], expected)
+        assert [child.returncode for child in children] == [0, 0]
+        assert [archive.session(name).n_committed for name in ("s", "t")] == [60, 60]
+        assert archive.verify().ok
+
+
+def test_read_only_directory(path):
+    """A directory that cannot be written is still read; where nobody can write, without locks."""
+    if os.geteuid() != 0:
+        pytest.skip("needs to become another user")
+    code = """
+import os, sys, kvstore, kvstore.backends.lmdb
+with kvstore.open("memory:", "a") as archive:
+    archive.verify()  # everything is imported before the interpreter's files may be out of reach
+os.setgid(65534); os.setuid(65534)
+try:
+    kvstore.open(sys.argv[1], "a")
+    sys.exit("opened for writing")
+except kvstore.InvalidArgument as error:
+    assert "mode='r'" in str(error), error
+with kvstore.open(sys.argv[1]) as archive:
+    assert archive.session("s").n_committed == 2
+    assert archive.verify().ok
+"""
+    with kvstore.open(path, "a") as archive:
+        session = archive.session("s")
+        append(session, 2)
+        session.commit()
+    for parent in (Path(path), *Path(path).parents):
+        if parent.stat().st_mode & 0o005 != 0o005:
+            if not parent.is_relative_to(tempfile.gettempdir()):
+                pytest.skip(f"{parent} is closed to other users")
+            parent.chmod(0o755)
+    before = sorted(os.listdir(path))
+    subprocess.run([sys.executable, "-c", code, path], check=True, timeout=60)
+    os.unlink(os.path.join(path, "lock.mdb"))
+    subprocess.run([sys.executable, "-c", code, path], check=True, timeout=60)
+    assert sorted(os.listdir(path)) == [name for name in before if name != "lock.mdb"]
