@@ -397,6 +397,16 @@ def test_missing_things(run, tmp_path, source):
     assert "'nope'" in err
 
 
+def test_places_where_no_archive_can_be(run, tmp_path, source):
+    fails(run("pack", source, tmp_path), "no archive")
+    fails(run("pack", source, source), str(source))
+    fails(run("pack", source, "memory:x"), "memory")
+    fails(run("pack", source, tmp_path / "no" / "a.kv"), "no/a.kv: its folder")
+    assert os.listdir(tmp_path) == ["chat.safetensors"]
+    (tmp_path / "empty").mkdir()
+    succeeds(run("pack", source, tmp_path / "empty"))
+
+
 def test_a_session_must_be_chosen_if_there_are_several(run, tmp_path, source):
     archive = tmp_path / "a.kv"
     for name in ("one", "two"):
@@ -428,7 +438,7 @@ def test_a_failed_pack_leaves_nothing(run, tmp_path, source):
     bad[2, 1, 299, 7] = np.inf
     path = save(tmp_path / "bad.safetensors", {"k_pre": kv(), "v": bad})
     archive = tmp_path / "a.kv"
-    fails(run("pack", path, archive, "--quiet"), "layer 2 v", "not finite")
+    fails(run("pack", path, archive, "--quiet"), f"{archive}: ", "layer 2 v", "not finite")
     assert sorted(os.listdir(tmp_path)) == ["bad.safetensors", "chat.safetensors"]
     succeeds(run("pack", source, archive, "--quiet"))
     for options in (["--session", "new"], ["--session", "chat", "--replace"]):

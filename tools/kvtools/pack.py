@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from kvcodecs.codec import CodecConfig
-from kvcodecs.errors import Corrupt, InvalidArgument
+from kvcodecs.errors import Corrupt, InvalidArgument, KvError, NotFound
 from kvcodecs.rope import Rope
 from kvcodecs.spec import Kind
 
 import kvstore
+from kvstore.backend import MEMORY_PREFIX
 from kvtools.kvfile import KvFile, read_json, rope_from
 from kvtools.source import FileSource, build_model, has_rope
 from kvtools.tensorfile import TensorFile
@@ -157,15 +158,24 @@ class _Job:
     def run(self) -> None:
         """Store the session, in a new archive if there is none."""
         path = self._args.archive
+        if path.startswith(MEMORY_PREFIX):
+            raise InvalidArgument(f"{path}: an archive in memory would end with this command")
         if os.path.lexists(path):
+            if os.path.isdir(path) and os.listdir(path) and "data.mdb" not in os.listdir(path):
+                raise InvalidArgument(f"{path}: a folder with other files, and no archive")
             self._add(path)
             return
         # A new archive is built beside its place and moved there whole.
         target = Path(path)
+        if not target.parent.is_dir():
+            raise NotFound(f"{path}: its folder does not exist")
         temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
         try:
             self._add(str(temporary))
             os.rename(temporary, target)
+        except KvError as error:
+            error.args = (str(error).replace(str(temporary), path),)
+            raise
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
         self.summary["archive"] = path

@@ -20,20 +20,21 @@ def show_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]
         bool(rows) and all(row[i][:1].isdigit() or row[i] == "-" for row in rows)
         for i in range(len(columns))
     ]
+    if title:
+        print(title)
     if sys.stdout.isatty():
+        from rich.box import SIMPLE_HEAD
         from rich.console import Console
         from rich.table import Table
         from rich.text import Text
 
-        table = Table(title=title or None, title_justify="left")
+        table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
         for column, right in zip(columns, numeric, strict=True):
-            table.add_column(column, justify="right" if right else "left")
+            table.add_column(column, justify="right" if right else "left", overflow="fold")
         for row in rows:
             table.add_row(*(Text(cell) for cell in row))  # Text: names may contain [markup]
         Console().print(table)
         return
-    if title:
-        print(title)
     lines = [columns, *rows]
     widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
     for line in lines:

@@ -165,7 +165,7 @@ def measure_codec(config: CodecConfig, sample: Sample, block: int, reps: int) ->
         rows.append(Row("codec", name, 2 * n_values / seconds / 1e9, "GB/s of float16", note))
         if name != "memcpy":
             rows.append(Row("codec", f"{name} / memcpy", times[-1] / seconds, "ratio"))
-    for name, one_thread, all_threads in (("encode", *times[:2]), ("decode", *times[2:4])):
-        speed_up = one_thread / all_threads
+    for index, name in enumerate(("encode", "decode")):
+        speed_up = times[2 * index] / times[2 * index + 1]
         rows.append(Row("codec", f"{name}, {n_cores} threads / one", speed_up, "ratio"))
     return rows
