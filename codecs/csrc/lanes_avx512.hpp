@@ -23,7 +23,12 @@ constexpr kv_u64 kWideMaxBytes = 1u << 26;
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #define KV_HAS_WIDE 1
+// GCC's own header reads a variable it declares as undefined on purpose, and warns about itself (GCC bug 105593).
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #include <immintrin.h>
+#pragma GCC diagnostic pop
 
 namespace kv {
 

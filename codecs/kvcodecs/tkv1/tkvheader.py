@@ -24,7 +24,7 @@ from .params import (
 )
 
 MAGIC = b"TKV1"
-# A run of equal values codes to no bytes at all, so nothing but these bounds stops a short file from
+# A run of equal values codes to no bytes at all: nothing but these bounds stops a short file from
 # asking for any amount of memory.
 MAX_BLOCK_TOKENS = 1 << 20
 MAX_VALUES = 1 << 34
