@@ -339,14 +339,23 @@ def test_rope_options(run, tmp_path):
     }.items():
         succeeds(run("pack", bare, archive, "--session", name, *options))
     options = ["--rope-theta", "5", "--rotary-dim", "4", "--rope-style", "interleaved"]
-    options += ["--rope-scaling", "1.5", "--model-name", "m", "--revision", "r"]
+    options += [
+        "--rope-scaling",
+        "1.5",
+        "--model-name",
+        "m",
+        "--revision",
+        "r",
+        "--dtype",
+        "bfloat16",
+    ]
     succeeds(run("pack", bare, archive, "--session", "other", *options))
     with kvstore.open(archive) as opened:
         for name in ("theta", "list", "file"):
             assert opened.session(name).model.rope == ROPE
         model = opened.session("other").model
         assert model.rope == kvstore.Rope.from_theta(5.0, 4, style="interleaved", scaling=1.5)
-        assert (model.name, model.revision, model.dtype) == ("m", "r", "float16")
+        assert (model.name, model.revision, model.dtype) == ("m", "r", "bfloat16")
         assert opened.session("unknown").model.rope is None
     out = tmp_path / "out.safetensors"
     fails(run("unpack", archive, out, "--session", "unknown", "--k-state", "post"), "no RoPE")

@@ -24,6 +24,8 @@ An archive holds many sessions; a session is the K and V of one token sequence. 
 is read back within a stated error by decoding only the blocks that cover it.
 """
 
+DTYPES = ("float16", "bfloat16", "float32")
+
 EPILOG = """\
 kvstore COMMAND -h explains a command and gives an example.
 """
@@ -108,7 +110,13 @@ def _add_codec(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_pack(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("input", metavar="INPUT", help="safetensors file, F16, BF16 or F32")
+    parser.add_argument(
+        "input",
+        metavar="INPUT",
+        help="safetensors file with tensors k_pre (K before RoPE) or k (after it), and v, "
+        "[layers][heads][tokens][head_dim]; or layers.N.k_pre, layers.N.k and layers.N.v, "
+        "[heads][tokens][head_dim]; F16, BF16 or F32; token_ids if it has them",
+    )
     parser.add_argument("archive", metavar="ARCHIVE", help="archive, created if missing")
     parser.add_argument("--session", metavar="NAME", help="session name (default: INPUT's stem)")
     parser.add_argument(
@@ -142,6 +150,9 @@ def _add_pack(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--model-name", metavar="NAME", help="kept as the session's identity")
     model.add_argument("--revision", metavar="REV", help="kept as the session's identity")
     model.add_argument(
+        "--dtype", choices=DTYPES, help="what reads return by default (default: the input's)"
+    )
+    model.add_argument(
         "--no-v", action="store_true", help="the input has no V (multi-head latent attention)"
     )
 
@@ -162,9 +173,7 @@ def _add_unpack(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--k-state", choices=("pre", "post"), default="pre", help="(default: pre, as tensor k_pre)"
     )
-    parser.add_argument(
-        "--dtype", choices=("float16", "bfloat16", "float32"), help="(default: the session's)"
-    )
+    parser.add_argument("--dtype", choices=DTYPES, help="(default: the session's)")
     parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
 
 

@@ -50,7 +50,11 @@ def run_pack(args: argparse.Namespace) -> int:
     with TensorFile(args.input) as file:
         kv = KvFile(file, k_state=args.k_state, no_v=args.no_v)
         model = build_model(
-            kv, name=args.model_name, revision=args.revision, rope=_rope_option(args, kv)
+            kv,
+            name=args.model_name,
+            revision=args.revision,
+            dtype=args.dtype,
+            rope=_rope_option(args, kv),
         )
         _check_rope(args, kv, model)
         job = _Job(args, name, kv, model)

@@ -55,7 +55,12 @@ class FileSource:
 
 
 def build_model(
-    kv: KvFile, *, name: str | None = None, revision: str | None = None, rope: Rope | None = None
+    kv: KvFile,
+    *,
+    name: str | None = None,
+    revision: str | None = None,
+    dtype: str | None = None,
+    rope: Rope | None = None,
 ) -> Model:
     """Return the identity of the KV in a file.
 
@@ -84,7 +89,7 @@ def build_model(
             layers=layers,
             rope=rope or kv.rope(),
             revision=revision or kv.text_hint("revision") or "",
-            dtype=kv.dtype("k", "v"),
+            dtype=dtype or kv.dtype("k", "v"),
         )
     shapes = [(layer.heads, layer.head_dim_k, layer.head_dim_v) for layer in stored.layers]
     if shapes != [(layer.heads, layer.head_dim_k, layer.head_dim_v) for layer in layers]:
@@ -99,7 +104,7 @@ def build_model(
         stored,
         name=name or stored.name,
         revision=revision or stored.revision,
-        dtype=kv.dtype("k", "v"),
+        dtype=dtype or kv.dtype("k", "v"),
     )
 
 
