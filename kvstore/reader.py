@@ -32,7 +32,7 @@ from .identity import Model
 from .records import HEADER_MAGIC, SessionRecord, StreamState, located
 
 # Mapped pages count as memory once touched: beyond this they are let go piece by piece.
-_BATCH_BYTES: Final = 12 << 20
+_BATCH_BYTES: Final = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)

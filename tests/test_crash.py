@@ -165,7 +165,11 @@ def run_ingest_crashes(path, codec, chunks):
     for n_chunks in chunks:
         process = start(INGESTER, path, codec)
         lines = [process.stdout.readline() for _ in range(n_chunks)]
-        published = "published\n" in lines or kill(process) == "published"
+        published = "published\n" in lines
+        if published:
+            process.communicate()
+        else:
+            published = kill(process) == "published"
         with kvstore.open(path, "a") as archive:
             check(archive, 40, codec)
             assert ("big" in archive) >= published

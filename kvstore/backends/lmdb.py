@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -152,10 +153,11 @@ class LmdbBackend:
     def __init__(self, path: str, mode: Mode, *, map_size: int | None = None) -> None:
         self._path, self._directory = path, os.path.abspath(path)
         self._read_only, self._closed = mode == "r", False
-        self._lock = threading.Lock()
         self._environment = acquire(
             self._directory, create=mode == "a", map_size=map_size, shown=path
         )
+        # Runs once: on `close`, or when an archive that was never closed is collected.
+        self._release = weakref.finalize(self, release, self._environment)
 
     @property
     def path(self) -> str:
@@ -245,10 +247,8 @@ class LmdbBackend:
         return BackendInfo("lmdb", file_bytes, free_bytes, n_entries)
 
     def close(self) -> None:
-        with self._lock:
-            was_open, self._closed = not self._closed, True
-        if was_open:
-            release(self._environment)
+        self._closed = True
+        self._release()
 
     def _check_open(self) -> None:
         if self._closed:
