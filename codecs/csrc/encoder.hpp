@@ -224,7 +224,7 @@ class BlockEncoder {
     return fine && in_memory;
   }
 
-  // Lane entries as FORMAT.md section 4 stores them: varint length and bytes of each lane.
+  // Lane entries as FORMAT.md section 4.7 stores them: varint length and bytes of each lane.
   std::vector<kv_u8> payload() const {
     std::vector<kv_u8> out;
     for (const Lane& lane : lanes_) {

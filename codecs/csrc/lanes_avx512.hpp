@@ -51,7 +51,7 @@ struct WideCoder {
 
   KV_WIDE void refill() {
     const __mmask16 m = _mm512_cmple_epu32_mask(n_bytes, _mm512_set1_epi32(4));
-    const __m512i at = _mm512_min_epu32(position, end);
+    const __m512i at = _mm512_min_epu32(position, end);  // at the end for good: a position never wraps
     __m512i x = _mm512_mask_i32gather_epi32(_mm512_setzero_si512(), m, at, staged, 1);
     const __m512i swap = _mm512_broadcast_i32x4(_mm_setr_epi8(3, 2, 1, 0, 7, 6, 5, 4, 11, 10, 9, 8, 15, 14, 13, 12));
     x = _mm512_shuffle_epi8(x, swap);
@@ -59,7 +59,7 @@ struct WideCoder {
     high = _mm512_mask_or_epi32(high, m, high, _mm512_srlv_epi32(x, bits));
     low = _mm512_mask_sllv_epi32(low, m, x, _mm512_sub_epi32(_mm512_set1_epi32(32), bits));
     n_bytes = _mm512_mask_add_epi32(n_bytes, m, n_bytes, _mm512_set1_epi32(4));
-    position = _mm512_mask_add_epi32(position, m, position, _mm512_set1_epi32(4));
+    position = _mm512_mask_add_epi32(at, m, at, _mm512_set1_epi32(4));
   }
 
   KV_WIDE void shift_byte(__mmask16 m) {

@@ -1,4 +1,4 @@
-// Stream statistics of TKV1: channel mean, AR(1) coefficient, spread class. FORMAT.md section 3.
+// Stream statistics of TKV1: channel mean, AR(1) coefficient, spread class. FORMAT.md section 3.2.
 #pragma once
 
 #include <algorithm>

@@ -2,7 +2,7 @@
 
 A codec turns the coded domain of one stream into blocks: `fit` fixes the statistics from the
 prefill, `encoder` codes one block token by token, `schedule` puts the decoding of a block into
-a plan. The numbers are part of the frame (FORMAT.md section 1) and never change.
+a plan. The numbers are part of the frame (FORMAT.md section 1.2) and never change.
 """
 
 from __future__ import annotations

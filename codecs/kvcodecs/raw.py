@@ -1,6 +1,6 @@
 """The raw codec: values as they are, bit-exact in float32, float16 or bfloat16.
 
-FORMAT.md section 3. It also keeps the first tokens of a stream that has no header yet.
+FORMAT.md section 7. It also keeps the first tokens of a stream that has no header yet.
 """
 
 from __future__ import annotations

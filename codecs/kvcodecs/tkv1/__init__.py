@@ -2,7 +2,7 @@
 
 `codec` codes blocks for archives (lane layout), `tkvfile` and `tkvencoder` read and write `.tkv`
 files in both layouts, `reference` is the readable second implementation that tests compare with.
-FORMAT.md sections 4 to 7.
+FORMAT.md sections 3 to 6.
 """
 
 from .codec import CODEC

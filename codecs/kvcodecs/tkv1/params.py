@@ -1,6 +1,6 @@
 """TKV1: what the user asks, what the stream header stores, and how one becomes the other.
 
-Stream header: FORMAT.md section 7. Statistics: FORMAT.md section 4.
+FORMAT.md sections 3.1 (parameters) and 3.3 (stream header).
 """
 
 from __future__ import annotations
@@ -248,7 +248,7 @@ _AR_FLAG = 1
 
 
 def pack_params(params: TKV1Params) -> bytes:
-    """Return the stream header. FORMAT.md section 7."""
+    """Return the stream header. FORMAT.md section 3.3."""
     spec = params.spec
     head = [
         bytes([_HEADER_VERSION, _AR_FLAG if params.ar else 0]),

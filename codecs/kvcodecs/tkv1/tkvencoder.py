@@ -108,11 +108,22 @@ class StreamEncoder:
             blocks.append(self._encode(pending[:, at : at + block], first))
             at += block
         tail = pending[:, at:].copy()
-        if tail.shape[1]:  # refuse what cannot be coded before anything changes
+        # Refuse what cannot be coded before anything changes. Values far below the limit always can
+        # be; only others are worth coding the tail for.
+        if tail.size and not self._is_small(y):
             self._encode(tail, (len(self._blocks) + len(blocks)) * block)
         self._blocks += blocks
         self._tail = tail
         self._n_tokens += y.shape[1]
+
+    def _is_small(self, y: npt.NDArray[Any]) -> bool:
+        quantum = self.params.step / self.params.sink_div
+        mean_unit = quantum if self.params.layout == "lane" else self.params.step
+        largest = max(
+            float(np.abs(y).max(initial=0.0)),
+            float(np.abs(self._statistics.mean).max()) * mean_unit,
+        )
+        return largest < MAX_UNITS / 2 * quantum
 
     def _encode(self, y: npt.NDArray[Any], first_token: int | None = None) -> bytes:
         p, (mean, rho, cls) = self.params, self._statistics

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import _core
-from ..errors import InvalidArgument, Truncated
+from ..errors import Corrupt, InvalidArgument, Truncated
 from ..frame import BytesLike, byte_view
 from ..plan import Plan
 from .codec import CODEC
@@ -65,7 +65,9 @@ class TkvFile:
         Truncated
             The bytes end before the last block does.
         Corrupt
-            Not TKV1, or a header that no encoder writes.
+            Not TKV1, a header that no encoder writes, or bytes after the last block.
+        Unsupported
+            Reserved flags.
         """
         view = byte_view(data)
         params, n_tokens, statistics, at = unpack_header(view)
@@ -76,7 +78,9 @@ class TkvFile:
             raise Truncated(
                 f"TKV1: {n_tokens} tokens need more than the {view.nbytes - at} bytes left"
             )
-        entries, _ = _core.scan_entries(view, at, n_entries)
+        entries, stop = _core.scan_entries(view, at, n_entries)
+        if stop != view.nbytes:
+            raise Corrupt(f"TKV1: {view.nbytes - stop} bytes after the last block")
         return cls(params, n_tokens, view, statistics, entries)
 
     @property

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import _core
-from ..errors import Corrupt, InvalidArgument, Truncated
+from ..errors import Corrupt, InvalidArgument, Truncated, Unsupported
 from ..spec import Kind, StreamSpec
 from .params import (
     MAX_UNITS,
@@ -29,7 +29,7 @@ MAGIC = b"TKV1"
 MAX_BLOCK_TOKENS = 1 << 20
 MAX_VALUES = 1 << 34
 Layout = Literal["lane", "stream"]
-_V, _PRE_ROPE, _AR, _LANE, _LANE_WIDTH = 1, 2, 4, 8, 16
+_V, _PRE_ROPE, _AR, _LANE, _LANE_WIDTH, _RESERVED = 1, 2, 4, 8, 16, 0xE0
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,12 +145,16 @@ def unpack_header(view: memoryview) -> tuple[TkvParams, int, ChannelStatistics, 
         The bytes end inside the header.
     Corrupt
         Not TKV1, or a header that no encoder writes.
+    Unsupported
+        Reserved flags.
     """
     if view[:4] != MAGIC[: view.nbytes]:
         raise Corrupt(f"not a TKV1 stream: magic {bytes(view[:4])!r}")
     if view.nbytes < 5:
         raise Truncated(f"TKV1 header ends after {view.nbytes} bytes")
     flags = view[4]
+    if flags & _RESERVED or (flags & _LANE_WIDTH and not flags & _LANE):
+        raise Unsupported(f"TKV1 header: flags {flags:#04x}; upgrade to read it")
     (heads, head_dim), at = read_varints(view, 5, 2)
     if view.nbytes < at + 16:
         raise Truncated(f"TKV1 header ends after {view.nbytes} bytes")
