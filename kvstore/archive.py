@@ -22,15 +22,11 @@ from .backend import Backend, Lease, Mode, Snapshot, open_backend
 from .catalog import Catalog, delete_owned
 from .identity import Model, canonical_json, check_identity
 from .info import ArchiveInfo, SessionInfo, session_info
+from .layout import check_configs, new_layout
 from .reader import Reader
-from .records import (
-    SessionRecord,
-    check_archive,
-    pack_archive,
-    pack_identity,
-)
+from .records import SessionRecord, check_archive, pack_archive, pack_identity
 from .session import Session
-from .writer import SessionWriter, check_configs, new_layout
+from .writer import SessionWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,8 +11,8 @@ from kvcodecs.spec import Kind
 from . import keys
 from .backend import Snapshot, Transaction
 from .identity import Model, check_identity
+from .layout import check_configs
 from .records import SessionRecord, load_session, model_of, unpack_identity, unpack_session
-from .writer import check_configs
 
 
 class Catalog:

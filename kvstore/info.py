@@ -18,7 +18,8 @@ from . import keys
 from .backend import Snapshot
 from .identity import Model
 from .reader import Reader, all_pieces
-from .records import CHUNK_TOKENS, SessionRecord
+from .records import SessionRecord
+from .token_ids import CHUNK_TOKENS
 
 _FP16_BITS = 16
 

@@ -24,16 +24,12 @@ from kvcodecs.spec import F32, Kind, KState
 from . import keys
 from .catalog import delete_owned
 from .identity import Model, canonical_json
-from .records import (
-    CHUNK_TOKENS,
-    SessionRecord,
-    StreamName,
-    check_ids,
-    pack_ids,
-)
+from .layout import make_streams, new_layout
+from .records import SessionRecord, StreamName
 from .session import Session
 from .stream import Prepared, Put, StreamWriter
-from .writer import SPILL_BYTES, make_streams, new_layout
+from .token_ids import CHUNK_TOKENS, check_ids, pack_ids
+from .writer import SPILL_BYTES
 
 if TYPE_CHECKING:
     from .archive import Archive

@@ -1,6 +1,6 @@
-"""Everything stored that is not a frame: archive, identity and session records, token ids.
+"""Everything stored that is not a frame: archive, identity and session records.
 
-Each value is JSON or packed integers inside the checked envelope of `kvcodecs.frame`.
+Each value is JSON inside the checked envelope of `kvcodecs.frame`.
 Bookkeeping is counted with every byte of an archive, so records stay small: what is equal for
 all streams is stored once. FORMAT.md section 3.
 """
@@ -8,15 +8,11 @@ all streams is stored once. FORMAT.md section 3.
 from __future__ import annotations
 
 import json
-import struct
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
 from kvcodecs.codec import CodecConfig, config_from_json
 from kvcodecs.errors import Corrupt, InvalidArgument, KvError, Truncated, Unsupported
 from kvcodecs.frame import open_record, seal_record
@@ -24,7 +20,6 @@ from kvcodecs.spec import KINDS, Kind
 
 from .identity import Model, canonical_json
 
-Ids: TypeAlias = npt.NDArray[np.int64]
 StreamName: TypeAlias = tuple[int, Kind]
 
 FORMAT_VERSION: Final = 1
@@ -32,13 +27,8 @@ ARCHIVE_MAGIC: Final = b"KVA1"
 IDENTITY_MAGIC: Final = b"KVI1"
 SESSION_MAGIC: Final = b"KVS1"
 HEADER_MAGIC: Final = b"KVH1"
-TOKENS_MAGIC: Final = b"KVT1"
 
-#: Token ids per stored chunk.
-CHUNK_TOKENS: Final = 4096
 MAX_TOKENS: Final = 1 << 40
-_CHUNK_HEAD: Final = struct.Struct("<BBHI")
-_WIDTHS: Final = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,62 +230,6 @@ def unpack_identity(value: memoryview | bytes, digest: bytes, where: str) -> Mod
     if model.digest != digest:
         raise Corrupt(f"{where}: identity record is stored under another model's digest")
     return model
-
-
-def pack_ids(ids: Ids) -> bytes:
-    """Return one chunk of token ids: offset from the least, byte planes, deflated if smaller.
-
-    FORMAT.md section 3.4.
-    """
-    low = int(ids.min())
-    spread = int(ids.max()) - low
-    width = next(w for w in _WIDTHS if spread < 1 << (8 * w))
-    offsets = (ids.astype(np.uint64) - np.uint64(low & (2**64 - 1))).astype(f"<u{width}")
-    planes = offsets.view(np.uint8).reshape(len(ids), width).T.tobytes()
-    deflated = zlib.compress(planes, 9)
-    packed = len(deflated) < len(planes)
-    head = _CHUNK_HEAD.pack(width, int(packed), 0, len(ids)) + struct.pack("<q", low)
-    return seal_record(TOKENS_MAGIC, head + (deflated if packed else planes))
-
-
-def unpack_ids(value: memoryview | bytes, n_expected: int, where: str) -> Ids:
-    """Return the first `n_expected` token ids of a chunk; a copy."""
-    body = open_record(TOKENS_MAGIC, value, where)
-    try:
-        width, packed, reserved, n_tokens = _CHUNK_HEAD.unpack_from(body)
-        (low,) = struct.unpack_from("<q", body, _CHUNK_HEAD.size)
-        if width not in _WIDTHS or packed > 1 or reserved or n_tokens > CHUNK_TOKENS:
-            raise Corrupt(f"{where}: token ids: width {width}, {n_tokens} tokens")
-        planes: bytes | memoryview = body[_CHUNK_HEAD.size + 8 :]
-        if packed:
-            inflate = zlib.decompressobj()
-            planes = inflate.decompress(planes, CHUNK_TOKENS * 8 + 1)
-        if len(planes) != n_tokens * width or n_tokens < n_expected:
-            raise Corrupt(f"{where}: token ids: {len(planes)} bytes for {n_tokens} tokens")
-    except (struct.error, zlib.error) as error:
-        raise Corrupt(f"{where}: token ids: {error}") from error
-    columns = np.frombuffer(planes, np.uint8).reshape(width, n_tokens)
-    offsets = np.ascontiguousarray(columns.T).view(f"<u{width}").reshape(n_tokens)
-    ids = offsets.astype(np.uint64) + np.uint64(low & (2**64 - 1))
-    return ids.view(np.int64)[:n_expected]
-
-
-def check_ids(token_ids: object, n_tokens: int) -> Ids:
-    """Return token ids as int64.
-
-    Raises
-    ------
-    InvalidArgument
-        Not `n_tokens` integers in one dimension.
-    """
-    ids = np.asarray(token_ids)
-    if ids.shape != (n_tokens,):
-        raise InvalidArgument(f"token_ids: shape {ids.shape}, expected ({n_tokens},)")
-    if n_tokens and ids.dtype.kind not in "iu":
-        raise InvalidArgument(f"token_ids: dtype {ids.dtype}, expected integers")
-    if ids.dtype == np.uint64 and n_tokens and int(ids.max()) >= 1 << 63:
-        raise InvalidArgument("token_ids: a value does not fit 63 bits")
-    return ids.astype(np.int64)
 
 
 @contextmanager

@@ -14,8 +14,8 @@ from kvcodecs.spec import KINDS, Kind, KState, float_dtype
 from .identity import Model
 from .info import SessionInfo, session_info
 from .reader import Reader, Request, check_range
-from .records import Ids
-from .writer import SessionWriter, Tensors, read_ids
+from .token_ids import Ids, read_ids
+from .writer import SessionWriter, Tensors
 
 if TYPE_CHECKING:
     from .archive import Archive
@@ -68,6 +68,7 @@ class Session:
         k_state: KState = "pre",
         token_ids: object = None,
         start: int | None = None,
+        n_threads: int | None = None,
     ) -> None:
         """Append tokens to all layers, or to none if anything is wrong with any value.
 
@@ -83,6 +84,8 @@ class Session:
             For all tokens of a session or for none.
         start
             Where the tokens should go: guards against appending twice after a crash.
+        n_threads
+            None: one per CPU this process may use. The stored bytes do not depend on it.
 
         Raises
         ------
@@ -97,7 +100,7 @@ class Session:
         Loss is the codec's: see FORMAT.md section 4. Values are readable after `commit`.
         """
         with self._lock:
-            self._appender().append(k, v, k_state, token_ids, start)
+            self._appender().append(k, v, k_state, token_ids, start, n_threads)
 
     def commit(self) -> None:
         """Make everything appended so far durable: all layers in one atomic step, or nothing.

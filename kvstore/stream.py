@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from kvcodecs.codec import BlockEncoder, Chunks, CodecConfig, codec_by_number, codec_for
 from kvcodecs.frame import ErrorStats, header_tag, pack_frame, seal_record
+from kvcodecs.plan import available_cpus
 from kvcodecs.raw import Raw
 from kvcodecs.spec import F32, Kind, KState, StreamSpec
 
@@ -98,6 +99,7 @@ class StreamWriter:
         self._block = 0
         self._sealed: list[tuple[int, bytes]] = []
         self._header_stored = self._tail_stored = False
+        self._n_threads = 1
         self._dirty = False
 
     @property
@@ -180,8 +182,17 @@ class StreamWriter:
             params = self._fit(lambda: self._all(chunks()), post or self._post)
         return replace(prepared, params=params)
 
-    def push(self, prepared: Prepared, on_seal: Callable[[], None] | None = None) -> None:
-        """Append prepared tokens; `on_seal` is called after each sealed block."""
+    def push(
+        self,
+        prepared: Prepared,
+        on_seal: Callable[[], None] | None = None,
+        n_threads: int | None = None,
+    ) -> None:
+        """Append prepared tokens; `on_seal` is called after each sealed block.
+
+        `n_threads` None means one per CPU; the frames do not depend on it.
+        """
+        self._n_threads = n_threads or available_cpus()
         if prepared.n_tokens == 0:
             return
         self._dirty = True
@@ -275,7 +286,7 @@ class StreamWriter:
                 self._encoder = self._codec.encoder(self._params, self.end)
             room = block_tokens - self._encoder.n_tokens
             part = np.ascontiguousarray(chunk[:, at : at + room])
-            self._encoder.push(part)
+            self._encoder.push(part, self._n_threads)
             at += part.shape[1]
             self.end += part.shape[1]
             if self._encoder.n_tokens == block_tokens:

@@ -16,8 +16,8 @@ from kvcodecs.frame import HEADER_BYTES
 
 from . import keys
 from .reader import Piece, Reader, all_pieces
-from .records import CHUNK_TOKENS, SessionRecord, check_archive, unpack_identity
-from .writer import read_id_chunk
+from .records import SessionRecord, check_archive, unpack_identity
+from .token_ids import CHUNK_TOKENS, read_id_chunk
 
 if TYPE_CHECKING:
     from kvcodecs.spec import Kind

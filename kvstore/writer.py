@@ -5,34 +5,31 @@ FORMAT.md section 5 gives the order of a commit and what a crash at each point l
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, Final, TypeAlias
+from functools import partial
+from typing import Any, Final, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from kvcodecs.codec import CodecConfig, codec_for
-from kvcodecs.errors import Corrupt, Full, InvalidArgument, Locked, NotFound
+from kvcodecs.errors import Closed, InvalidArgument, KvError, NotFound
 from kvcodecs.frame import ErrorStats
+from kvcodecs.plan import available_cpus
 from kvcodecs.rope import Rope, RopeTable, check_tensor, to_coded
-from kvcodecs.spec import F32, Kind, KState, StreamSpec
+from kvcodecs.spec import F32, Kind, KState
 
 from . import keys
 from .backend import Backend, Lease, Snapshot
-from .identity import Model
+from .layout import make_streams
 from .reader import Reader, pieces
 from .records import (
-    CHUNK_TOKENS,
     MAX_TOKENS,
-    Ids,
     SessionRecord,
     StreamName,
-    StreamState,
-    check_ids,
-    pack_ids,
-    unpack_ids,
 )
 from .stream import Prepared, StreamWriter
+from .token_ids import CHUNK_TOKENS, Ids, check_ids, pack_ids, read_ids
 
 Tensor: TypeAlias = npt.NDArray[Any]
 Tensors: TypeAlias = "Tensor | Sequence[Tensor | None] | None"
@@ -41,40 +38,11 @@ Tensors: TypeAlias = "Tensor | Sequence[Tensor | None] | None"
 PASS_TOKENS: Final = 1024
 #: Sealed frames are stored ahead of the commit once there are this many bytes of them.
 SPILL_BYTES: Final = 8 << 20
-#: What ``block_tokens="auto"`` aims at: frames of 32 KB at 2.5 bits per value. Pages of 4 KB
-#: then waste 6 % on average, which leaves room for records within 1.08 times the frames.
-_FRAME_BYTES: Final = 32768
-_BITS_PER_VALUE: Final = 2.5
-_MIN_BLOCK: Final = 128
-_MAX_BLOCK: Final = 1024
+# Threads cost more than they save on fewer values.
+_MANY_VALUES: Final = 1 << 17
 
-
-def auto_block_tokens(spec: StreamSpec) -> int:
-    """Return the least power of two from 128 to 1024 whose frames reach about 32 KB.
-
-    LMDB rounds values up to pages of 4 KB, so small frames waste much.
-    """
-    block = _MIN_BLOCK
-    while block < _MAX_BLOCK and block * spec.channels * _BITS_PER_VALUE / 8 < _FRAME_BYTES:
-        block *= 2
-    return block
-
-
-def make_streams(record: SessionRecord, model: Model, where: str) -> dict[StreamName, StreamWriter]:
-    """Return writers for all streams of a session, at their beginning."""
-    return {
-        (layer, kind): StreamWriter(
-            record.owner,
-            layer,
-            kind,
-            model.stream(layer, kind),
-            record.codecs[kind],
-            record.fit_tokens,
-            record.streams[layer, kind],
-            f"{where} layer {layer} {kind}",
-        )
-        for layer, kind in model.streams()
-    }
+_A = TypeVar("_A")
+_B = TypeVar("_B")
 
 
 class SessionWriter:
@@ -101,12 +69,20 @@ class SessionWriter:
         # Token ids from the last full chunk on.
         self._first_chunk = record.n_tokens // CHUNK_TOKENS if record.has_ids else 0
         self._ids: list[Ids] = []
+        self._is_whole = True
         self._resume(record, reader, snapshot)
 
     def append(
-        self, k: Tensors, v: Tensors, k_state: KState, token_ids: object, start: int | None
+        self,
+        k: Tensors,
+        v: Tensors,
+        k_state: KState,
+        token_ids: object,
+        start: int | None,
+        n_threads: int | None,
     ) -> None:
         """Check everything, then push everything. See `Session.append`."""
+        self._check_whole()
         if k_state not in ("pre", "post"):
             raise InvalidArgument(f"{self._where}: k_state {k_state!r}, expected 'pre' or 'post'")
         if start is not None and start != self.n_tokens:
@@ -120,31 +96,22 @@ class SessionWriter:
             raise InvalidArgument(f"{self._where}: more than {MAX_TOKENS} tokens")
         ids = self._check_ids(token_ids, n_new)
         starts = {name: self._check_count(name, x.shape[1], n_new) for name, x in tensors.items()}
-        tables: dict[Rope, RopeTable] = {}
-        prepared: dict[StreamName, Prepared] = {}
-        for name, x in tensors.items():
-            stream = self._streams[name]
-            moved = starts[name]
-            if moved is not None:
-                stream.begin_at(moved)
-            try:
-                prepared[name] = self._prepare(stream, x, k_state, tables)
-            except InvalidArgument:
-                if self.n_tokens == 0:
-                    for other in self._streams.values():
-                        other.begin_at(0)
-                raise
-        patience = [True]
-        for name, item in prepared.items():
-            self._streams[name].push(item, lambda: self._spill(patience))
+        n_threads = n_threads or available_cpus()
+        n_values = sum(x.size for x in tensors.values())
+        n_workers = min(n_threads, len(tensors)) if n_values >= _MANY_VALUES else 1
+        prepared = self._prepare_all(tensors, starts, k_state, n_workers)
+        self._is_whole = False
+        self._push_all(prepared, n_workers, max(1, n_threads // n_workers))
         if ids is not None and n_new:
             self._ids.append(ids)
             self._has_ids = True
         self._post = self._post or any(item.post and item.n_tokens for item in prepared.values())
         self.n_tokens += n_new
+        self._is_whole = True
 
     def commit(self) -> SessionRecord:
         """Make everything appended durable in one transaction. See `Session.commit`."""
+        self._check_whole()
         if self.n_tokens == self.record.n_tokens:
             return self.record
         for stream in self._streams.values():
@@ -249,6 +216,53 @@ class SessionWriter:
         except InvalidArgument as error:
             raise InvalidArgument(f"{self._where}: {error}") from error
 
+    def _prepare_all(
+        self,
+        tensors: Mapping[StreamName, Tensor],
+        starts: Mapping[StreamName, int | None],
+        k_state: KState,
+        n_workers: int,
+    ) -> dict[StreamName, Prepared]:
+        """Check the new tokens of every stream; changes nothing if any is refused."""
+        for name, start in starts.items():
+            if start is not None:
+                self._streams[name].begin_at(start)
+        tables: dict[Rope, RopeTable] = {}
+
+        def prepare(name: StreamName) -> Prepared:
+            return self._prepare(self._streams[name], tensors[name], k_state, tables)
+
+        try:
+            return dict(zip(tensors, _map(prepare, tensors, n_workers), strict=True))
+        except BaseException:
+            if self.n_tokens == 0:
+                for stream in self._streams.values():
+                    stream.begin_at(0)
+            raise
+
+    def _push_all(
+        self, prepared: Mapping[StreamName, Prepared], n_workers: int, n_threads: int
+    ) -> None:
+        done: list[StreamWriter] = []
+        patience = [True]
+
+        def push(name: StreamName) -> StreamWriter:
+            stream = self._streams[name]
+            on_seal = None if n_workers > 1 else partial(self._spill, [*done, stream], patience)
+            stream.push(prepared[name], on_seal, n_threads)
+            return stream
+
+        for stream in _map(push, prepared, n_workers):
+            done.append(stream)
+            self._spill(done, patience)
+
+    def _check_whole(self) -> None:
+        if not self._is_whole:
+            raise Closed(
+                f"{self._where}: an append was interrupted half-way; close the session and open it "
+                "again to go on from its last commit"
+            )
+
     def _prepare(
         self, stream: StreamWriter, x: Tensor, k_state: KState, tables: dict[Rope, RopeTable]
     ) -> Prepared:
@@ -258,7 +272,7 @@ class SessionWriter:
         table = None
         if rope is not None and state == "post" and n:
             table = tables.get(rope)
-            if table is None or table.first_token > start:
+            if table is None or table.first_token > start:  # two threads may both: no harm
                 table = tables[rope] = rope.table(start, start + n)
         if n <= PASS_TOKENS:
             coded = [to_coded(x, stream.spec, state, start, table)]
@@ -271,13 +285,12 @@ class SessionWriter:
 
         return stream.prepare(chunks, n, k_state, x.dtype.name)
 
-    def _spill(self, patience: list[bool]) -> None:
+    def _spill(self, streams: Sequence[StreamWriter], patience: list[bool]) -> None:
         """Store sealed frames ahead of the commit, so that they do not pile up in memory.
 
-        Nobody sees them before the record says so. No room or no lock now is no failure: they
-        stay in memory, and the commit will say.
+        Nobody sees them before the record says so. If they cannot be stored now, for lack of room
+        or a lock, they stay in memory, and the commit will say.
         """
-        streams = list(self._streams.values())
         if not patience[0] or sum(s.sealed_bytes for s in streams) < SPILL_BYTES:
             return
         try:
@@ -286,7 +299,7 @@ class SessionWriter:
                     for name, value in stream.take_sealed():
                         if value is not None:
                             transaction.put(name, value)
-        except (Full, Locked):
+        except KvError:
             patience[0] = False
             return
         for stream in streams:
@@ -306,63 +319,10 @@ class SessionWriter:
             self._ids = [ids[n_full * CHUNK_TOKENS :]]
 
 
-def read_ids(snapshot: Snapshot, record: SessionRecord, start: int, stop: int, where: str) -> Ids:
-    """Return the committed token ids ``[start, stop)``; a copy.
-
-    Raises
-    ------
-    Truncated, Corrupt
-        A chunk is missing or damaged.
-    """
-    parts: list[Ids] = [np.empty(0, np.int64)]
-    for chunk in range(start // CHUNK_TOKENS, -(-stop // CHUNK_TOKENS)):
-        first = chunk * CHUNK_TOKENS
-        ids = read_id_chunk(snapshot, record, chunk, where)
-        parts.append(ids[max(start - first, 0) : stop - first])
-    return np.concatenate(parts)
-
-
-def read_id_chunk(snapshot: Snapshot, record: SessionRecord, chunk: int, where: str) -> Ids:
-    """Return the committed ids of one chunk."""
-    where = f"{where} token ids chunk {chunk}"
-    value = snapshot.get(keys.tokens_key(record.owner, chunk))
-    if value is None:
-        raise Corrupt(f"{where}: missing")
-    n_expected = min(CHUNK_TOKENS, record.n_tokens - chunk * CHUNK_TOKENS)
-    return unpack_ids(value, n_expected, where)
-
-
-def new_layout(
-    model: Model, block_tokens: int | str, has_header: bool
-) -> dict[StreamName, StreamState]:
-    """Return the layout of a session without tokens."""
-    if block_tokens != "auto" and not (
-        isinstance(block_tokens, int) and 1 <= block_tokens <= 1 << 20
-    ):
-        raise InvalidArgument(f"block_tokens {block_tokens!r}: 'auto' or 1 to {1 << 20}")
-    layout: dict[StreamName, StreamState] = {}
-    for name in model.streams():
-        auto = auto_block_tokens(model.stream(*name))
-        n = auto if isinstance(block_tokens, str) else block_tokens
-        layout[name] = StreamState(n, has_header=has_header)
-    return layout
-
-
-def check_configs(codec: CodecConfig | Mapping[Kind, CodecConfig]) -> dict[Kind, CodecConfig]:
-    """Return one configuration per kind.
-
-    Raises
-    ------
-    InvalidArgument
-        Not a configuration, or a mapping with other keys than "k" and "v".
-    """
-    configs: dict[Kind, CodecConfig]
-    if isinstance(codec, Mapping):
-        if set(codec) != {"k", "v"}:
-            raise InvalidArgument(f"codec: a mapping needs the keys 'k' and 'v', has {list(codec)}")
-        configs = {"k": codec["k"], "v": codec["v"]}
-    else:
-        configs = {"k": codec, "v": codec}
-    for config in configs.values():
-        codec_for(config)
-    return configs
+def _map(work: Callable[[_A], _B], items: Iterable[_A], n_workers: int) -> Iterator[_B]:
+    """Yield ``work(item)`` in order, several at a time."""
+    if n_workers == 1:
+        yield from map(work, items)
+        return
+    with ThreadPoolExecutor(n_workers) as pool:
+        yield from pool.map(work, items)

@@ -83,6 +83,18 @@ def same(archive, name, other):
     assert error.n_values == error_of_other.n_values
 
 
+@pytest.mark.parametrize("n_threads", [1, 2, 5])
+def test_threads_do_not_matter(reference, monkeypatch, n_threads):
+    monkeypatch.setattr("kvstore.writer._MANY_VALUES", 0)
+    archive = reference
+    session = archive.create_session("par", model=MODEL, stats_from="whole", block_tokens=BLOCK)
+    session.append(K[:, :, :70], V[:, :, :70], n_threads=n_threads)
+    session.append(K[:, :, 70:], V[:, :, 70:], n_threads=n_threads)
+    session.commit()
+    same(archive, "par", "whole")
+    archive.delete_session("par")
+
+
 def test_token_by_token(reference):
     archive = reference
     session = archive.create_session("one", model=MODEL, stats_from="whole", block_tokens=BLOCK)

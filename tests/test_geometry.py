@@ -5,7 +5,7 @@ import pytest
 
 import kvstore
 from kvstore import TKV1, LayerSpec, Model, Raw, Rope
-from kvstore.writer import auto_block_tokens
+from kvstore.layout import auto_block_tokens
 
 STEP = 0.5
 

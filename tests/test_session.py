@@ -251,6 +251,31 @@ def test_append_is_all_or_nothing(archive):
     assert np.abs(session.read_all()[0] - k).max() <= STEP / 2
 
 
+@pytest.mark.parametrize("n_threads", [1, 2])
+def test_an_interrupted_append_is_not_committed(archive, monkeypatch, n_threads):
+    monkeypatch.setattr("kvstore.writer._MANY_VALUES", 0)
+    k, v = tensors(100)
+    session = archive.create_session("s", model=MODEL, codec=Raw(), fit_tokens=10)
+    fill(session, k[:, :, :20], v[:, :, :20])
+
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(session._writer._streams[1, "k"], "push", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            session.append(k[:, :, 20:], v[:, :, 20:], n_threads=n_threads)
+    for use in (session.commit, lambda: session.append(k, v)):
+        with pytest.raises(kvstore.Closed, match="interrupted half-way"):
+            use()
+    assert_same(session.read_all()[0], k[:, :, :20])
+    session.close()
+    session = archive.session("s")
+    session.append(k[:, :, 20:], v[:, :, 20:], start=20)
+    session.commit()
+    assert_same(session.read_all()[1], v)
+
+
 def test_bad_values_are_found_before_there_is_a_header(archive):
     k, v = tensors(20)
     k[1, 0, 4, 2] = np.inf

@@ -1,0 +1,85 @@
+"""How a new session is laid out: its codecs, the blocks of each stream, and their writers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from kvcodecs.codec import CodecConfig, codec_for
+from kvcodecs.errors import InvalidArgument
+from kvcodecs.spec import Kind, StreamSpec
+
+from .identity import Model
+from .records import SessionRecord, StreamName, StreamState
+from .stream import StreamWriter
+
+#: What ``block_tokens="auto"`` aims at: frames of 32 KB at 2.5 bits per value. Pages of 4 KB
+#: then waste 6 % on average, which leaves room for records within 1.08 times the frames.
+_FRAME_BYTES: Final = 32768
+_BITS_PER_VALUE: Final = 2.5
+_MIN_BLOCK: Final = 128
+_MAX_BLOCK: Final = 1024
+
+
+def auto_block_tokens(spec: StreamSpec) -> int:
+    """Return the least power of two from 128 to 1024 whose frames reach about 32 KB.
+
+    LMDB rounds values up to pages of 4 KB, so small frames waste much.
+    """
+    block = _MIN_BLOCK
+    while block < _MAX_BLOCK and block * spec.channels * _BITS_PER_VALUE / 8 < _FRAME_BYTES:
+        block *= 2
+    return block
+
+
+def new_layout(
+    model: Model, block_tokens: int | str, has_header: bool
+) -> dict[StreamName, StreamState]:
+    """Return the layout of a session without tokens."""
+    if block_tokens != "auto" and not (
+        isinstance(block_tokens, int) and 1 <= block_tokens <= 1 << 20
+    ):
+        raise InvalidArgument(f"block_tokens {block_tokens!r}: 'auto' or 1 to {1 << 20}")
+    layout: dict[StreamName, StreamState] = {}
+    for name in model.streams():
+        auto = auto_block_tokens(model.stream(*name))
+        n = auto if isinstance(block_tokens, str) else block_tokens
+        layout[name] = StreamState(n, has_header=has_header)
+    return layout
+
+
+def check_configs(codec: CodecConfig | Mapping[Kind, CodecConfig]) -> dict[Kind, CodecConfig]:
+    """Return one configuration per kind.
+
+    Raises
+    ------
+    InvalidArgument
+        Not a configuration, or a mapping with other keys than "k" and "v".
+    """
+    configs: dict[Kind, CodecConfig]
+    if isinstance(codec, Mapping):
+        if set(codec) != {"k", "v"}:
+            raise InvalidArgument(f"codec: a mapping needs the keys 'k' and 'v', has {list(codec)}")
+        configs = {"k": codec["k"], "v": codec["v"]}
+    else:
+        configs = {"k": codec, "v": codec}
+    for config in configs.values():
+        codec_for(config)
+    return configs
+
+
+def make_streams(record: SessionRecord, model: Model, where: str) -> dict[StreamName, StreamWriter]:
+    """Return writers for all streams of a session, at their beginning."""
+    return {
+        (layer, kind): StreamWriter(
+            record.owner,
+            layer,
+            kind,
+            model.stream(layer, kind),
+            record.codecs[kind],
+            record.fit_tokens,
+            record.streams[layer, kind],
+            f"{where} layer {layer} {kind}",
+        )
+        for layer, kind in model.streams()
+    }
