@@ -9,7 +9,6 @@ import time
 import weakref
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from kvcodecs.codec import CodecConfig
@@ -395,6 +394,9 @@ def _default_codec() -> CodecConfig:
 
 
 def _writer_name() -> str:
+    # Imported here: it costs every user 20 ms, and only who begins an archive needs it.
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
         return f"kvstore {version('kvstore')}"
     except PackageNotFoundError:
