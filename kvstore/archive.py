@@ -7,8 +7,8 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from kvcodecs.codec import CodecConfig
@@ -226,6 +226,16 @@ class Archive:
         Locked
             It has an appender other than sessions of this archive object, which are closed.
         """
+        with self._taken(name) as owner, self._backend.write(self._timeout) as transaction:
+            if self._catalog.owner(transaction, name) != owner:
+                raise NotFound(f"{self.path}: session {name!r} was replaced meanwhile")
+            transaction.delete(keys.session_key(name))
+            delete_owned(transaction, owner)
+        self._catalog.forget(name)
+
+    @contextmanager
+    def _taken(self, name: str) -> Iterator[int]:
+        """Hold the lease of a session that is about to go; closes the sessions of this object."""
         with self._read() as snapshot:
             owner = self._catalog.owner(snapshot, name)
         own = [session for session in list(self._sessions) if session.name == name]
@@ -236,14 +246,9 @@ class Archive:
         try:
             for session in own:
                 session.close()
-            with self._backend.write(self._timeout) as transaction:
-                if self._catalog.owner(transaction, name) != owner:
-                    raise NotFound(f"{self.path}: session {name!r} was replaced meanwhile")
-                transaction.delete(keys.session_key(name))
-                delete_owned(transaction, owner)
+            yield owner
         finally:
             lease.release()
-        self._catalog.forget(name)
 
     def ingest(
         self,
@@ -257,9 +262,14 @@ class Archive:
         k_state: KState = "pre",
         token_ids: object = None,
         metadata: Mapping[str, Any] | None = None,
+        replace: bool = False,
         progress: Callable[[int, int], None] | None = None,
     ) -> Session:
-        """Store a whole session stream by stream, in constant memory. See `kvstore.ingest`."""
+        """Store a whole session stream by stream, in constant memory. See `kvstore.ingest`.
+
+        With `replace`, a session of this name is replaced in the transaction that publishes the
+        new one: a reader sees the one or the other.
+        """
         from .ingest import ingest
 
         return ingest(
@@ -273,6 +283,7 @@ class Archive:
             k_state=k_state,
             token_ids=token_ids,
             metadata=metadata,
+            replace_existing=replace,
             progress=progress,
         )
 
@@ -375,18 +386,30 @@ class Archive:
             )
 
     def _publish(
-        self, name: str, record: SessionRecord, model: Model, values: Mapping[bytes, bytes]
+        self,
+        name: str,
+        record: SessionRecord,
+        model: Model,
+        values: Mapping[bytes, bytes],
+        replaces: int | None = None,
     ) -> None:
-        """Store a new session's record, and its model if that is new, in one transaction."""
+        """Store a new session's record, and its model if that is new, in one transaction.
+
+        `replaces` is the owner of the session of this name that goes in the same transaction.
+        """
         key = keys.session_key(name)
         with self._backend.write(self._timeout) as transaction:
-            if transaction.get(key) is not None:
+            if replaces is not None:
+                if self._catalog.owner(transaction, name) != replaces:
+                    raise NotFound(f"{self.path}: session {name!r} was replaced meanwhile")
+                delete_owned(transaction, replaces)
+            elif transaction.get(key) is not None:
                 raise InvalidArgument(f"{self.path}: session {name!r} exists already")
             if transaction.get(keys.identity_key(record.model)) is None:
                 transaction.put(keys.identity_key(record.model), pack_identity(model))
             for other, value in values.items():
                 transaction.put(other, value)
-            transaction.put(key, record.pack())
+            transaction.put(key, record.pack(name))
 
 
 def _default_codec() -> CodecConfig:

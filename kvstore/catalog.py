@@ -47,8 +47,9 @@ class Catalog:
         data = bytes(value)
         cached = None if fresh else self._records.get(name)
         if cached is None or cached[0] != data:
-            model = self.model(snapshot, model_of(load_session(data, where), where))
-            cached = (data, unpack_session(data, model.streams(), where))
+            fields = load_session(data, name, where)
+            model = self.model(snapshot, model_of(fields, where))
+            cached = (data, unpack_session(fields, model.streams(), where))
             self._records[name] = cached
         record = cached[1]
         if owner is not None and record.owner != owner:

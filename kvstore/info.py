@@ -15,7 +15,7 @@ from kvcodecs.frame import HEADER_BYTES, ErrorStats, FrameHeader
 from kvcodecs.spec import Kind
 
 from . import keys
-from .backend import Snapshot
+from .backend import Passing, Snapshot
 from .identity import Model
 from .reader import Reader, all_pieces
 from .records import SessionRecord
@@ -184,9 +184,12 @@ def session_info(
     Truncated, Corrupt, Unsupported
         A header or frame header is missing or damaged; payloads are not looked at.
     """
+    passing = Passing(snapshot)
     streams = tuple(
-        _stream_info(snapshot, record, reader, layer, kind) for layer, kind in record.streams
+        _stream_info(snapshot, passing, record, reader, layer, kind)
+        for layer, kind in record.streams
     )
+    passing.release()
     n_bytes = _stored(snapshot, keys.session_key(name))
     if record.has_ids:
         for chunk in range(-(-record.n_tokens // CHUNK_TOKENS)):
@@ -206,7 +209,12 @@ def session_info(
 
 
 def _stream_info(
-    snapshot: Snapshot, record: SessionRecord, reader: Reader, layer: int, kind: Kind
+    snapshot: Snapshot,
+    passing: Passing,
+    record: SessionRecord,
+    reader: Reader,
+    layer: int,
+    kind: Kind,
 ) -> StreamInfo:
     spec = reader.model.stream(layer, kind)
     state = record.streams[layer, kind]
@@ -223,6 +231,8 @@ def _stream_info(
         value = snapshot.get(piece.key)
         where = f"{reader.where} {piece.name}"
         head = FrameHeader.unpack(value if value is not None else b"", where)
+        if value is not None:
+            passing.add(value)
         if not (piece.raw and state.has_header):  # blocks hold the head's tokens as well
             error = error.merge(head.error)
         n_frames += 1

@@ -63,12 +63,15 @@ def ingest(
     k_state: KState,
     token_ids: object,
     metadata: Mapping[str, Any] | None,
+    replace_existing: bool,
     progress: Callable[[int, int], None] | None,
 ) -> Session:
     """Store a session from `source`; all of it is the prefill that fixes the stream headers.
 
     Parameters
     ----------
+    replace_existing
+        Let the new session take the place of one of the same name.
     progress
         Called with values coded so far and values in all.
 
@@ -86,7 +89,8 @@ def ingest(
         See `Session.commit`. Whatever was written is removed.
     """
     keys.check_name(name)
-    if name in archive:
+    replacing = replace_existing and name in archive
+    if name in archive and not replacing:
         raise InvalidArgument(f"{archive.path}: session {name!r} exists already")
     if k_state not in ("pre", "post"):
         raise InvalidArgument(f"k_state {k_state!r}, expected 'pre' or 'post'")
@@ -135,7 +139,12 @@ def ingest(
         for chunk, at in enumerate(range(0, len(ids), CHUNK_TOKENS)):
             packed = pack_ids(ids[at : at + CHUNK_TOKENS])
             sink.add([(keys.tokens_key(owner, chunk), packed)])
-        archive._publish(name, replace(record, streams=states), model, sink.take())
+        record = replace(record, streams=states)
+        if replacing:
+            with archive._taken(name) as old_owner:
+                archive._publish(name, record, model, sink.take(), replaces=old_owner)
+        else:
+            archive._publish(name, record, model, sink.take())
     except BaseException as error:
         _remove(archive, owner, error)
         raise

@@ -6,6 +6,7 @@ the range alone: frames are found by key, never by searching. FORMAT.md sections
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -27,11 +28,11 @@ from kvcodecs.rope import Rope, RopeTable, to_coded
 from kvcodecs.spec import F32, Kind, KState, StreamSpec
 
 from . import keys
-from .backend import Snapshot
+from .backend import Passing, Snapshot
 from .identity import Model
 from .records import HEADER_MAGIC, SessionRecord, StreamState, located
 
-# Mapped pages count as memory once touched: beyond this they are let go piece by piece.
+# Payloads and RoPE tables that are at hand at a time: mapped pages count as memory once touched.
 _BATCH_BYTES: Final = 8 << 20
 
 
@@ -152,7 +153,14 @@ class Reader:
         self.model, self.owner, self.where = model, owner, where
         # Headers are fixed once, so what was read stays true.
         self._codings: dict[tuple[int, Kind], Coding] = {}
+        self._lock = threading.Lock()
+        self._n_frames = 0
         self._raw: dict[StreamSpec, Coding] = {}
+
+    @property
+    def n_frames_read(self) -> int:
+        """Frames decoded by `read` so far."""
+        return self._n_frames
 
     def coding(self, snapshot: Snapshot, layer: int, kind: Kind) -> Coding:
         """Return how the blocks of a stream with a header are decoded."""
@@ -240,35 +248,39 @@ class Reader:
             )
         ]
         batches: list[list[tuple[Request, Piece, Coding, memoryview]]] = [[]]
-        n_batch = n_all = 0
+        n_batch = 0
+        passing = Passing(snapshot)
         for request, piece in todo:
             coding, _, payload = self.open(snapshot, piece, request.layer, request.kind)
-            if n_batch and n_batch + payload.nbytes > _BATCH_BYTES:
-                _let_go(snapshot, batches[-1])
+            passing.add(payload)
+            n_bytes = payload.nbytes
+            rope = coding.params.spec.rope if k_state == "post" else None
+            if rope is not None:
+                n_bytes += 2 * 4 * rope.n_pairs * (piece.stop - piece.start)
+            if n_batch and n_batch + n_bytes > _BATCH_BYTES:
                 batches.append([])
                 n_batch = 0
             batches[-1].append((request, piece, coding, payload))
-            n_batch += payload.nbytes
-            n_all += payload.nbytes
-        many = len(batches) > 1
+            n_batch += n_bytes
+        many = len(batches) > 1  # a short range is read once and stays mapped
         if many:
-            _let_go(snapshot, batches[-1])
-        tables: dict[tuple[Rope, int, int], RopeTable] = {}
+            passing.release()
+        tables = _Tables()
         for batch in batches:
             plan = Plan()
             for request, piece, coding, payload in batch:
                 rope = coding.params.spec.rope if k_state == "post" else None
-                table = None
-                if rope is not None:
-                    span = (rope, request.start, request.stop)
-                    table = tables.get(span) or rope.table(request.start, request.stop)
-                    tables[span] = table
+                table = None if rope is None else tables.get(rope, piece.start, piece.stop)
                 lo, hi = piece.start - request.start, piece.stop - request.start
                 out = request.out[:, lo:hi]
                 self._schedule(plan, piece, coding, payload, out, table)
+                if many:
+                    passing.add(payload)
             plan.run(n_threads)
             if many:
-                _let_go(snapshot, batch)
+                passing.release()
+        with self._lock:
+            self._n_frames += len(todo)
 
     def decode(
         self, snapshot: Snapshot, piece: Piece, layer: int, kind: Kind
@@ -329,9 +341,27 @@ class Reader:
         return self._raw[spec]
 
 
-def _let_go(snapshot: Snapshot, batch: Sequence[tuple[Request, Piece, Coding, memoryview]]) -> None:
-    for *_, payload in batch:
-        snapshot.release(payload)
+class _Tables:
+    """RoPE tables of one read, shared by the layers; the oldest go when there are many."""
+
+    def __init__(self) -> None:
+        self._tables: dict[tuple[Rope, int, int], RopeTable] = {}
+        self._n_bytes = 0
+
+    def get(self, rope: Rope, start: int, stop: int) -> RopeTable:
+        """Return the table of positions ``[start, stop)``."""
+        span = (rope, start, stop)
+        table = self._tables.get(span)
+        if table is None:
+            table = self._tables[span] = rope.table(start, stop)
+            self._n_bytes += _n_bytes(table)
+            while self._n_bytes > _BATCH_BYTES and len(self._tables) > 1:
+                self._n_bytes -= _n_bytes(self._tables.pop(next(iter(self._tables))))
+        return table
+
+
+def _n_bytes(table: RopeTable) -> int:
+    return table.cos.nbytes + table.sin.nbytes
 
 
 def check_range(

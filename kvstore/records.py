@@ -92,14 +92,15 @@ class SessionRecord:
     created: int = 0
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
-    def pack(self) -> bytes:
-        """Return the stored value."""
+    def pack(self, name: str) -> bytes:
+        """Return the stored value of the session `name`."""
         configs = {kind: config.to_json() for kind, config in self.codecs.items()}
         codec: object = configs
         if configs["k"] == configs["v"]:
             codec = configs["k"]
         streams = self.streams
         data: dict[str, object] = {
+            "name": name,
             "owner": f"{self.owner:016x}",
             "model": self.model.hex(),
             "n_tokens": self.n_tokens,
@@ -122,10 +123,8 @@ class SessionRecord:
         return seal_record(SESSION_MAGIC, canonical_json(data))
 
 
-def unpack_session(
-    value: memoryview | bytes, names: Iterable[StreamName], where: str
-) -> SessionRecord:
-    """Return the record stored as `value`.
+def unpack_session(data: dict[str, Any], names: Iterable[StreamName], where: str) -> SessionRecord:
+    """Return the record whose JSON is `data`.
 
     Parameters
     ----------
@@ -136,16 +135,22 @@ def unpack_session(
 
     Raises
     ------
-    Truncated, Corrupt, Unsupported
+    Corrupt, Unsupported
         Not a session record that this release can read.
     """
     with located(where):
-        return _session(load_session(value, where), list(names), where)
+        return _session(data, list(names), where)
 
 
-def load_session(value: memoryview | bytes, where: str) -> dict[str, Any]:
-    """Return the JSON of a session record, before its model is known; `model_of` says which."""
-    return _load(SESSION_MAGIC, value, where)
+def load_session(value: memoryview | bytes, name: str, where: str) -> dict[str, Any]:
+    """Return the JSON of the record of session `name`, before its model is known.
+
+    `model_of` says which that is.
+    """
+    data = _load(SESSION_MAGIC, value, where)
+    if data.get("name") != name:
+        raise Corrupt(f"{where}: the record of session {data.get('name')!r} is stored here")
+    return data
 
 
 def model_of(data: Mapping[str, Any], where: str) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -47,6 +48,13 @@ class Session:
         return self._reader.model
 
     @property
+    def metadata(self) -> dict[str, Any]:
+        """The JSON object that was stored with the session; a copy."""
+        with self._archive._read() as snapshot:
+            record = self._archive._catalog.record(snapshot, self._name, self._reader.owner)
+            return copy.deepcopy(dict(record.metadata))
+
+    @property
     def n_committed(self) -> int:
         """Tokens that are durable and readable, as of now; another process may append."""
         with self._archive._read() as snapshot:
@@ -59,6 +67,11 @@ class Session:
             if self._writer is not None and not self._closed:
                 return self._writer.n_tokens
         return self.n_committed
+
+    @property
+    def n_frames_read(self) -> int:
+        """Stored frames that reads of this object have decoded so far: a range costs its own."""
+        return self._reader.n_frames_read
 
     def append(
         self,

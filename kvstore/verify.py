@@ -15,6 +15,7 @@ from kvcodecs.errors import Corrupt, KvError, NotFound
 from kvcodecs.frame import HEADER_BYTES
 
 from . import keys
+from .backend import Passing, Snapshot
 from .reader import Piece, Reader, all_pieces
 from .records import SessionRecord, check_archive, unpack_identity
 from .token_ids import CHUNK_TOKENS, read_id_chunk
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from kvcodecs.spec import Kind
 
     from .archive import Archive
-    from .backend import Snapshot
 
 
 class Problem(NamedTuple):
@@ -147,6 +147,7 @@ def _check_session(
         report.add(where, error)
         return
     reader = Reader(model, record.owner, f"{archive.path}: {where}")
+    passing = Passing(snapshot)
     for (layer, kind), state in record.streams.items():
         spot = f"{where} layer {layer} {kind}"
         header_ok = True
@@ -160,13 +161,15 @@ def _check_session(
         for piece in all_pieces(record.owner, layer, kind, state, record.n_tokens):
             yield piece.key
             if header_ok or piece.raw:
-                _check_frame(snapshot, reader, piece, layer, kind, where, report)
+                _check_frame(snapshot, passing, reader, piece, layer, kind, where, report)
+    passing.release()
     if record.has_ids:
         yield from _check_ids(snapshot, record, where, reader.where, report)
 
 
 def _check_frame(
     snapshot: Snapshot,
+    passing: Passing,
     reader: Reader,
     piece: Piece,
     layer: int,
@@ -178,7 +181,7 @@ def _check_frame(
         coding, _, payload = reader.open(snapshot, piece, layer, kind)
         if report.decoded:
             reader.decode(snapshot, piece, layer, kind)
-        snapshot.release(payload)
+        passing.add(payload)
         report.n_values += coding.params.spec.n_values(piece.n_tokens)
         report.frame_bytes += HEADER_BYTES + payload.nbytes
         report.n_frames += 1

@@ -136,7 +136,7 @@ class SessionWriter:
                     transaction.delete(name)
                 else:
                     transaction.put(name, value)
-            transaction.put(key, record.pack())
+            transaction.put(key, record.pack(self._name))
         for stream in self._streams.values():
             stream.committed()
         self._forget_full_chunks()

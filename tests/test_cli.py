@@ -20,7 +20,7 @@ import kvstore
 
 ROPE = kvstore.Rope.from_theta(10_000.0, 8)
 INV_FREQ = json.dumps([float(x) for x in ROPE.inv_freq])
-COMMANDS = ("pack", "unpack", "ls", "info", "verify", "rm", "demo", "bench")
+COMMANDS = ("pack", "unpack", "ls", "info", "verify", "rm", "gc", "demo", "bench")
 
 
 def save(path: Path, arrays: dict[str, np.ndarray], metadata: dict[str, str] | None = None) -> Path:
@@ -561,3 +561,18 @@ def test_a_terminated_pack_leaves_nothing(tmp_path):
     assert process.returncode == 128 + signal.SIGTERM
     assert b"Traceback" not in err
     assert os.listdir(tmp_path) == ["big.safetensors"]
+
+
+def test_gc_frees_what_a_killed_writer_left(run, tmp_path, source):
+    archive = tmp_path / "a.kv"
+    succeeds(run("pack", source, archive))
+    with kvstore.open(archive, "a") as opened, opened._backend.write(1.0) as transaction:
+        from kvstore import keys
+
+        transaction.put(keys.frame_key(12345, 0, "k", 0), bytes(50_000))
+    assert "1 values left over" in succeeds(run("verify", archive))
+    assert json.loads(succeeds(run("gc", archive, "--json")))["freed_bytes"] == 50_000
+    assert "left over" not in succeeds(run("verify", archive))
+    assert "0 B freed" in succeeds(run("gc", archive))
+    fails(run("gc", tmp_path / "none.kv"), "no such archive")
+    assert not (tmp_path / "none.kv").exists()

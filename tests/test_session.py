@@ -8,7 +8,7 @@ from kvcodecs.rope import from_coded, to_coded
 from ml_dtypes import bfloat16
 
 import kvstore
-from kvstore import TKV1, Raw, Rope
+from kvstore import TKV1, InvalidArgument, Locked, NotFound, Raw, Rope
 
 ROPE = Rope.from_theta(1e4, 16)
 MODEL = kvstore.Model.uniform(name="m", n_layers=3, n_kv_heads=2, head_dim=16, rope=ROPE)
@@ -592,3 +592,72 @@ def test_frames_stored_ahead_of_the_commit_are_invisible(place, monkeypatch):
         session.append(k[:, :, 130:], v[:, :, 130:])
         session.commit()
         assert_same(session.read_all()[0], k)
+
+
+class Tensors:
+    """A source of `Archive.ingest`."""
+
+    def __init__(self, k, v):
+        self._tensors = {"k": k, "v": v}
+
+    def n_tokens(self, layer, kind):
+        return self._tensors[kind].shape[2]
+
+    def chunks(self, layer, kind):
+        return np.array_split(self._tensors[kind][layer], 3, axis=1)
+
+
+def test_ingest_replaces_a_session_whole(place):
+    old, new = tensors(200, 1), tensors(150, 2)
+    with kvstore.open(place, "a") as archive:
+        archive.ingest("s", Tensors(*old), model=MODEL, codec=Raw(), metadata={"turn": 1})
+        before = archive.session("s")
+        assert before.metadata == {"turn": 1}
+        with pytest.raises(InvalidArgument, match="exists already"):
+            archive.ingest("s", Tensors(*new), model=MODEL, codec=Raw())
+        bad = new[0] * np.where(np.arange(150) == 77, np.nan, 1)[:, None]
+        with pytest.raises(InvalidArgument, match="not finite"):
+            archive.ingest("s", Tensors(bad, new[1]), model=MODEL, codec=Raw(), replace=True)
+        assert_same(before.read_all()[0], old[0])  # a failed replacement changes nothing
+        session = archive.ingest("s", Tensors(*new), model=MODEL, codec=Raw(), replace=True)
+        assert_same(session.read_all()[0], new[0])
+        assert session.metadata == {}
+        with pytest.raises(NotFound):
+            before.read_all()
+        assert archive.gc() == 0  # nothing of the old one is left
+        with archive.session("s") as appender:
+            appender.append(*new)
+            # An appender of another process would hold the lease like this.
+            lease = archive._backend
+            with pytest.raises(Locked):
+                lease.lease(session._reader.owner, "s")
+
+
+def test_reads_count_the_frames_they_decode(archive):
+    k, v = tensors(200)
+    session = archive.create_session("s", model=MODEL, block_tokens=32, fit_tokens=32)
+    fill(session, k, v)
+    for start, stop, n_blocks in ((0, 200, 7), (31, 33, 2), (64, 96, 1), (5, 5, 0), (199, 200, 1)):
+        before = session.n_frames_read
+        session.read(1, "k", start, stop)
+        assert session.n_frames_read - before == n_blocks
+        session.read_all(start, stop)
+        assert session.n_frames_read - before == n_blocks * 7
+
+
+def test_a_long_read_is_done_in_pieces(archive, monkeypatch):
+    """More payload and RoPE tables than are held at a time: the same values."""
+    import kvstore.reader
+
+    k, v = tensors(300)
+    session = archive.create_session("s", model=MODEL, block_tokens=32, fit_tokens=32)
+    fill(session, k, v)
+    whole = [session.read_all(3, 299, k_state=state) for state in ("pre", "post")]
+    for limit in (1, 1000, 5000, 20000):
+        monkeypatch.setattr(kvstore.reader, "_BATCH_BYTES", limit)
+        monkeypatch.setattr(kvstore.reader.Passing, "LIMIT", limit)
+        for state, expected in zip(("pre", "post"), whole, strict=True):
+            for x, y in zip(session.read_all(3, 299, k_state=state), expected, strict=True):
+                assert_same(x, y)
+        assert archive.verify(decode=True).ok
+        assert session.info().n_tokens == 300

@@ -304,14 +304,15 @@ Result<kv_u8> run_plan(const Array1<kv_u32>& prior, nb::handle lane_rows, nb::ha
 
 // ---------------------------------------------------------------- mapped memory
 
-// Drop the whole pages of a read-only file mapping from this process: they stay in the page cache, and the next
-// access maps them again. Reading a large range thus holds no more than what it works on.
+// Drop the pages of a file mapping that hold these bytes from this process: they stay in the page cache, and the
+// next access maps them again. Reading a large range thus holds no more than what it works on. Only for views of a
+// file mapping: anywhere else this would lose data.
 void release_pages(nb::handle data) {
 #if defined(__unix__) || defined(__APPLE__)
   Buffer buffer(data);
   const std::uintptr_t page = (std::uintptr_t)sysconf(_SC_PAGESIZE);
-  const std::uintptr_t begin = ((std::uintptr_t)buffer.bytes() + page - 1) / page * page;
-  const std::uintptr_t end = ((std::uintptr_t)buffer.bytes() + buffer.size()) / page * page;
+  const std::uintptr_t begin = (std::uintptr_t)buffer.bytes() / page * page;
+  const std::uintptr_t end = ((std::uintptr_t)buffer.bytes() + buffer.size() + page - 1) / page * page;
   if (begin < end) madvise((void*)begin, end - begin, MADV_DONTNEED);
 #else
   (void)data;

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from . import _core
-from .errors import Corrupt, InvalidArgument
+from .errors import Corrupt, InvalidArgument, Truncated
 from .frame import BytesLike, byte_view
 from .rope import RopeTable, from_coded
 from .spec import FLOAT_DTYPES, KState, StreamSpec
@@ -180,7 +180,10 @@ class Plan:
         self.n_values += spec.n_values(stop - start)
         self.payload_bytes += byte_view(payload).nbytes
         placement = Placement(start, stop, n_tokens, out, rope, prefix)
-        codec.schedule(self, params, payload, first_token, placement)
+        try:
+            codec.schedule(self, params, payload, first_token, placement)
+        except (Corrupt, Truncated) as error:
+            raise type(error)(f"{prefix}{error}") from error
 
     def copy(self, values: npt.NDArray[Any], spec: StreamSpec, placement: Placement) -> None:
         """Place values that a codec has at hand: ``[heads][rows][head_dim]``, coded order."""

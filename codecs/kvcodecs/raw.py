@@ -147,13 +147,13 @@ class RawCodec:
     ) -> None:
         view = byte_view(payload)
         if view.nbytes == 0:
-            raise Truncated(f"{placement.where}raw block: empty payload")
+            raise Truncated("raw block: empty payload")
         dtype = _dtype_of_code(view[0])
         spec, n_tokens = params.spec, placement.n_tokens
         expected = 1 + spec.n_values(n_tokens) * dtype.itemsize
         if view.nbytes != expected:
             kind = Truncated if view.nbytes < expected else Corrupt
-            raise kind(f"{placement.where}raw block: {view.nbytes} bytes, expected {expected}")
+            raise kind(f"raw block: {view.nbytes} bytes, expected {expected}")
         values = np.frombuffer(view, dtype=_stored_dtype(dtype), offset=1)
         if not values.dtype.isnative:
             values = values.byteswap()

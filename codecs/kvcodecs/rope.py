@@ -245,12 +245,14 @@ class Rope:
             raise InvalidArgument(
                 f"rope: position {stop - 1} is beyond {MAX_POSITION}, the last exact in float32"
             )
-        positions = np.arange(start, stop).astype(np.float32)
-        with np.errstate(over="ignore"):
-            angles = (positions[:, None] * self.inv_freq).astype(np.float64)
-        if not np.isfinite(angles).all():
-            raise InvalidArgument(f"rope: an angle overflows float32 before position {stop}")
-        cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+        cos, sin = np.empty((2, stop - start, self.n_pairs), dtype=np.float32)
+        for rows in _passes((1, stop - start, self.n_pairs)):
+            positions = np.arange(start + rows.start, start + rows.stop).astype(np.float32)
+            with np.errstate(over="ignore"):
+                angles = (positions[:, None] * self.inv_freq).astype(np.float64)
+            if not np.isfinite(angles).all():
+                raise InvalidArgument(f"rope: an angle overflows float32 before position {stop}")
+            cos[rows], sin[rows] = np.cos(angles), np.sin(angles)
         if self.scaling != 1.0:
             cos *= np.float32(self.scaling)
             sin *= np.float32(self.scaling)

@@ -197,6 +197,10 @@ def _add_rm(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("session", metavar="SESSION", nargs="+")
 
 
+def _add_gc(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("archive", metavar="ARCHIVE")
+
+
 def _add_demo(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--keep", metavar="DIR", help="keep the archive in this folder")
 
@@ -242,6 +246,12 @@ COMMANDS: dict[str, _Command] = {
         "kvstore verify chats.kv --decode",
     ),
     "rm": ("listing", "Delete sessions.", _add_rm, "kvstore rm chats.kv alice/42"),
+    "gc": (
+        "listing",
+        "Remove what killed writers left behind; it does no harm but takes space.",
+        _add_gc,
+        "kvstore gc chats.kv",
+    ),
     "demo": (
         "demo",
         "Do the whole job on packaged real data in two processes, and check the result.",

@@ -1,4 +1,4 @@
-"""`kvstore ls`, `info`, `verify` and `rm`: what is in an archive, and whether it is sound."""
+"""`kvstore ls`, `info`, `verify`, `rm`, `gc`: what is in an archive, and whether it is sound."""
 
 from __future__ import annotations
 
@@ -104,15 +104,28 @@ def run_verify(args: argparse.Namespace) -> int:
             + (", all decoded" if report.decoded and report.ok else "")
         )
         if report.n_leftover:
-            print(f"{report.n_leftover} values left over from killed writers; they do no harm")
+            print(
+                f"{report.n_leftover} values left over from killed writers; they do no harm, and "
+                "`kvstore gc` removes them"
+            )
     return 0 if report.ok else 1
+
+
+def run_gc(args: argparse.Namespace) -> int:
+    """Remove leftovers of killed writers."""
+    with _existing(args.archive) as archive:
+        n_bytes = archive.gc()
+    if args.json:
+        show_json({"archive": args.archive, "freed_bytes": n_bytes})
+    elif not args.quiet:
+        print(f"{args.archive}: {size_text(n_bytes)} freed for what is written next")
+    return 0
 
 
 def run_rm(args: argparse.Namespace) -> int:
     """Delete sessions; a missing one is an error, reported after the others are gone."""
     removed, errors = [], []
-    kvstore.open(args.archive).close()  # a missing archive is an error, not an empty new one
-    with kvstore.open(args.archive, mode="a") as archive:
+    with _existing(args.archive) as archive:
         for name in args.session:
             try:
                 archive.delete_session(name)
@@ -127,6 +140,12 @@ def run_rm(args: argparse.Namespace) -> int:
     if errors:
         raise errors[0]
     return 0
+
+
+def _existing(path: str) -> kvstore.Archive:
+    """Open an archive for writing; a missing one is an error, not an empty new one."""
+    kvstore.open(path).close()
+    return kvstore.open(path, mode="a")
 
 
 def _summary(info: SessionInfo) -> dict[str, Any]:

@@ -187,16 +187,12 @@ class _Job:
     def _add(self, path: str) -> None:
         start = time.perf_counter()
         with kvstore.open(path, mode="a") as archive:
-            if self._name not in archive:
-                session = self._ingest(archive, self._name)
-            elif self._args.replace:
-                session = self._replace(archive)
-            else:
+            if self._name in archive and not self._args.replace:
                 raise InvalidArgument(
                     f"{path}: session {self._name!r} exists; --replace replaces it, --session "
                     "gives another name"
                 )
-            info = session.info()
+            info = self._ingest(archive).info()
         self.summary = {
             "archive": path,
             "session": self._name,
@@ -209,19 +205,10 @@ class _Job:
             "seconds": time.perf_counter() - start,
         }
 
-    def _replace(self, archive: kvstore.Archive) -> kvstore.Session:
-        """Replace a session; at every moment the archive holds the old one or the new one whole."""
-        spare = f"{self._name}.{secrets.token_hex(4)}.new"
-        self._ingest(archive, spare)
-        archive.delete_session(self._name)
-        session = self._ingest(archive, self._name)
-        archive.delete_session(spare)
-        return session
-
-    def _ingest(self, archive: kvstore.Archive, name: str) -> kvstore.Session:
+    def _ingest(self, archive: kvstore.Archive) -> kvstore.Session:
         with progress("pack", quiet=self._args.quiet or self._args.json) as advance:
             return archive.ingest(
-                name,
+                self._name,
                 FileSource(self._kv),
                 model=self._model,
                 codec=self._codecs,
@@ -229,5 +216,6 @@ class _Job:
                 k_state=self._kv.k_state,
                 token_ids=self._token_ids,
                 metadata={"layers": [layer.number for layer in self._kv.layers]},
+                replace=self._args.replace,
                 progress=advance,
             )

@@ -137,7 +137,7 @@ def only_session(archive: kvstore.Archive) -> str:
 
 def layer_numbers(session: kvstore.Session) -> list[int]:
     """Return the model's own numbers of a session's layers, as `pack` kept them."""
-    numbers = session.info().metadata.get("layers")
+    numbers = session.metadata.get("layers")
     n_layers = session.model.n_layers
     if isinstance(numbers, list) and len(numbers) == n_layers and len(set(numbers)) == n_layers:
         return [int(number) for number in numbers]

@@ -136,7 +136,7 @@ class TKV1Codec:
         entries, stop = _core.scan_entries(payload, 0, params.n_lanes)
         size = byte_view(payload).nbytes
         if stop != size:
-            raise Corrupt(f"{placement.where}{size - stop} bytes after the last lane")
+            raise Corrupt(f"{size - stop} bytes after the last lane")
         if placement.n_rows:
             plan.decode_lanes(params.lane_tables(), entries, payload, first_token, placement)
 

@@ -13,7 +13,7 @@ from kvcodecs.frame import open_frame, pack_frame
 from kvcodecs.plan import Plan, available_cpus
 from kvcodecs.spec import F32, KINDS, Kind, StreamSpec
 
-from kvstore.writer import auto_block_tokens
+from kvstore.layout import auto_block_tokens
 from kvtools.bench.rows import Row, interleaved_seconds
 from kvtools.sample import Sample
 
