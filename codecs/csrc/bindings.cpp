@@ -9,6 +9,7 @@
 #include <unistd.h>
 #endif
 
+#include "cursor.hpp"
 #include "encoder.hpp"
 #include "executor.hpp"
 #include "statistics.hpp"
@@ -19,22 +20,16 @@ using namespace nb::literals;
 
 namespace {
 
-// Errors of stored bytes; they become kvcodecs.errors.Truncated, Corrupt and InvalidArgument.
-struct Fault {
-  const char* kind;
-  std::string message;
-};
-
 void translate_fault(const std::exception_ptr& pointer, void*) {
   try {
     std::rethrow_exception(pointer);
-  } catch (const Fault& fault) {
+  } catch (const kv::Fault& fault) {
     const nb::object type = nb::module_::import_("kvcodecs.errors").attr(fault.kind);
     PyErr_SetString(type.ptr(), fault.message.c_str());
   }
 }
 
-[[noreturn]] void invalid(const std::string& message) { throw Fault{"InvalidArgument", message}; }
+[[noreturn]] void invalid(const std::string& message) { throw kv::Fault{"InvalidArgument", message}; }
 
 template <class T>
 using Array1 = nb::ndarray<const T, nb::numpy, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
@@ -77,37 +72,10 @@ class Buffer {
 
 // ---------------------------------------------------------------- reading varints
 
-struct Cursor {
-  const kv_u8* bytes;
-  kv_u64 size;
-  kv_u64 offset;
-  const char* what;
-
-  kv_u8 byte() {
-    if (offset >= size) throw Fault{"Truncated", std::string(what) + " ends after " + std::to_string(size) + " bytes"};
-    return bytes[offset++];
-  }
-  kv_u64 varint() {
-    kv_u64 value = 0;
-    for (int shift = 0; shift < 64; shift += 7) {
-      const kv_u8 b = byte();
-      if (shift == 63 && b > 1) break;
-      value |= (kv_u64)(b & 0x7F) << shift;
-      if (b < 0x80) return value;
-    }
-    throw Fault{"Corrupt", std::string(what) + ": a varint before byte " + std::to_string(offset) +
-                               " does not fit 64 bits"};
-  }
-  kv_i64 zigzag() {
-    const kv_u64 v = varint();
-    return (kv_i64)(v >> 1) ^ -(kv_i64)(v & 1);
-  }
-};
-
 nb::tuple read_zigzags(nb::handle data, kv_u64 offset, kv_u64 count) {
   Buffer buffer(data);
-  Cursor cursor{buffer.bytes(), buffer.size(), offset, "stream header"};
-  if (count > buffer.size()) throw Fault{"Truncated", "stream header: fewer bytes than channels"};
+  kv::Cursor cursor{buffer.bytes(), buffer.size(), offset, "stream header"};
+  if (count > buffer.size()) throw kv::Fault{"Truncated", "stream header: fewer bytes than channels"};
   kv_i64* values;
   auto array = new_array<kv_i64>({count}, &values);
   for (kv_u64 i = 0; i < count; ++i) values[i] = cursor.zigzag();
@@ -126,8 +94,8 @@ nb::bytes write_zigzags(const Array1<kv_i64>& values) {
 // The per-channel part of a `.tkv` header: mean, class and AR coefficient, interleaved. FORMAT.md section 6.
 nb::tuple read_tkv_channels(nb::handle data, kv_u64 offset, kv_u64 count, bool ar) {
   Buffer buffer(data);
-  Cursor cursor{buffer.bytes(), buffer.size(), offset, "TKV1 header"};
-  if (count > buffer.size()) throw Fault{"Truncated", "TKV1 header: fewer bytes than channels"};
+  kv::Cursor cursor{buffer.bytes(), buffer.size(), offset, "TKV1 header"};
+  if (count > buffer.size()) throw kv::Fault{"Truncated", "TKV1 header: fewer bytes than channels"};
   kv_i64* mean;
   kv_u8 *cls, *rho;
   auto means = new_array<kv_i64>({count}, &mean);
@@ -144,14 +112,14 @@ nb::tuple read_tkv_channels(nb::handle data, kv_u64 offset, kv_u64 count, bool a
 // `count` entries of varint length + bytes: rows (offset, length), and the offset behind the last.
 nb::tuple scan_entries(nb::handle data, kv_u64 offset, kv_u64 count) {
   Buffer buffer(data);
-  Cursor cursor{buffer.bytes(), buffer.size(), offset, "lane entries"};
-  if (count > buffer.size()) throw Fault{"Truncated", "lane entries: fewer bytes than lanes"};
+  kv::Cursor cursor{buffer.bytes(), buffer.size(), offset, "lane entries"};
+  if (count > buffer.size()) throw kv::Fault{"Truncated", "lane entries: fewer bytes than lanes"};
   kv_u64* rows;
   auto array = new_array<kv_u64>({count, 2}, &rows);
   for (kv_u64 i = 0; i < count; ++i) {
     const kv_u64 n = cursor.varint();
     if (n > cursor.size - cursor.offset)
-      throw Fault{"Truncated", "lane entry " + std::to_string(i) + ": " + std::to_string(n) + " bytes, " +
+      throw kv::Fault{"Truncated", "lane entry " + std::to_string(i) + ": " + std::to_string(n) + " bytes, " +
                                    std::to_string(cursor.size - cursor.offset) + " left"};
     rows[2 * i] = cursor.offset;
     rows[2 * i + 1] = n;
@@ -238,7 +206,7 @@ Result<double> stream_decode(const Array1<kv_u32>& prior, kv_u32 heads, kv_u32 h
     nb::gil_scoped_release release;
     status = kv::decode_stream_block(p, prior.data(), buffer.bytes(), buffer.size(), first_token, n_tokens, n_tokens, y);
   }
-  if (status != kv::kOk) throw Fault{"Corrupt", "block at token " + std::to_string(first_token) +
+  if (status != kv::kOk) throw kv::Fault{"Corrupt", "block at token " + std::to_string(first_token) +
                                                     ": a residual of 2^24 or more"};
   return array;
 }
