@@ -12,18 +12,18 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from kvcodecs.codec import CodecConfig
-from kvcodecs.errors import Corrupt, InvalidArgument, NotFound
+from kvcodecs.errors import InvalidArgument, NotFound
 from kvcodecs.spec import Kind, KState
 from kvcodecs.tkv1 import TKV1
 
 from . import keys
 from .backend import Backend, Lease, Mode, Snapshot, open_backend
-from .catalog import Catalog, delete_owned
+from .catalog import Catalog, begin, delete_owned
 from .identity import Model, canonical_json, check_identity
 from .info import ArchiveInfo, SessionInfo, session_info
 from .layout import check_configs, new_layout
 from .reader import Reader
-from .records import SessionRecord, check_archive, pack_archive, pack_identity
+from .records import SessionRecord
 from .session import Session
 from .writer import SessionWriter
 
@@ -82,7 +82,7 @@ class Archive:
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         self._lock = threading.Lock()
         try:
-            self._about = self._begin()
+            self._about = begin(backend, mode, lock_timeout)
         except BaseException:
             backend.close()
             raise
@@ -344,21 +344,6 @@ class Archive:
         """Return a random id for the streams of a new session; never 0."""
         return secrets.randbelow((1 << 64) - 1) + 1
 
-    def _begin(self) -> dict[str, Any]:
-        """Check the archive record; write it into an archive that is empty."""
-        with self._read() as snapshot:
-            value = snapshot.get(keys.ARCHIVE)
-            if value is not None:
-                return check_archive(value, self.path)
-            if next(snapshot.scan(b""), None) is not None:
-                raise Corrupt(f"{self.path}: not an archive of this project, or its record is lost")
-        if self._mode == "r":
-            raise NotFound(f"{self.path}: empty; open it with mode='a' to begin an archive")
-        with self._backend.write(self._timeout) as transaction:
-            if transaction.get(keys.ARCHIVE) is None:
-                transaction.put(keys.ARCHIVE, pack_archive(_writer_name(), int(time.time())))
-        return self._begin()
-
     def _read(self) -> AbstractContextManager[Snapshot]:
         return self._backend.read()
 
@@ -393,34 +378,9 @@ class Archive:
         values: Mapping[bytes, bytes],
         replaces: int | None = None,
     ) -> None:
-        """Store a new session's record, and its model if that is new, in one transaction.
-
-        `replaces` is the owner of the session of this name that goes in the same transaction.
-        """
-        key = keys.session_key(name)
         with self._backend.write(self._timeout) as transaction:
-            if replaces is not None:
-                if self._catalog.owner(transaction, name) != replaces:
-                    raise NotFound(f"{self.path}: session {name!r} was replaced meanwhile")
-                delete_owned(transaction, replaces)
-            elif transaction.get(key) is not None:
-                raise InvalidArgument(f"{self.path}: session {name!r} exists already")
-            if transaction.get(keys.identity_key(record.model)) is None:
-                transaction.put(keys.identity_key(record.model), pack_identity(model))
-            for other, value in values.items():
-                transaction.put(other, value)
-            transaction.put(key, record.pack(name))
+            self._catalog.publish(transaction, name, record, model, values, replaces)
 
 
 def _default_codec() -> CodecConfig:
     return TKV1()
-
-
-def _writer_name() -> str:
-    # Imported here: it costs every user 20 ms, and only who begins an archive needs it.
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return f"kvstore {version('kvstore')}"
-    except PackageNotFoundError:
-        return "kvstore"

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
+from typing import Any
 
 from kvcodecs.codec import CodecConfig, codec_for
 from kvcodecs.errors import Corrupt, InvalidArgument, NotFound
 from kvcodecs.spec import Kind
 
 from . import keys
-from .backend import Snapshot, Transaction
+from .backend import Backend, Mode, Snapshot, Transaction
 from .identity import Model, check_identity
 from .layout import check_configs
-from .records import SessionRecord, load_session, model_of, unpack_identity, unpack_session
+from .records import (
+    SessionRecord,
+    check_archive,
+    load_session,
+    model_of,
+    pack_archive,
+    pack_identity,
+    unpack_identity,
+    unpack_session,
+)
 
 
 class Catalog:
@@ -98,9 +109,71 @@ class Catalog:
             values[keys.stream_key(keys.HEADER, owner, layer, kind)] = bytes(value)
         return configs, values
 
+    def publish(
+        self,
+        transaction: Transaction,
+        name: str,
+        record: SessionRecord,
+        model: Model,
+        values: Mapping[bytes, bytes],
+        replaces: int | None = None,
+    ) -> None:
+        """Store a new session's record, and its model if that is new.
+
+        Parameters
+        ----------
+        values
+            What else to store with them.
+        replaces
+            Owner of the session of this name that goes in the same transaction.
+
+        Raises
+        ------
+        InvalidArgument
+            The name is taken.
+        NotFound
+            Another session has the name than the one to replace.
+        """
+        key = keys.session_key(name)
+        if replaces is not None:
+            if self.owner(transaction, name) != replaces:
+                raise NotFound(f"{self.path}: session {name!r} was replaced meanwhile")
+            delete_owned(transaction, replaces)
+        elif transaction.get(key) is not None:
+            raise InvalidArgument(f"{self.path}: session {name!r} exists already")
+        if transaction.get(keys.identity_key(record.model)) is None:
+            transaction.put(keys.identity_key(record.model), pack_identity(model))
+        for other, value in values.items():
+            transaction.put(other, value)
+        transaction.put(key, record.pack(name))
+
     def forget(self, name: str) -> None:
         """Drop what is kept of a deleted session."""
         self._records.pop(name, None)
+
+
+def begin(backend: Backend, mode: Mode, timeout: float) -> dict[str, Any]:
+    """Return the JSON of the archive record; write one into an archive that is empty.
+
+    Raises
+    ------
+    NotFound
+        Empty, and `mode` is "r".
+    Truncated, Corrupt, Unsupported
+        Not an archive that this release can read.
+    """
+    with backend.read() as snapshot:
+        value = snapshot.get(keys.ARCHIVE)
+        if value is not None:
+            return check_archive(value, backend.path)
+        if next(snapshot.scan(b""), None) is not None:
+            raise Corrupt(f"{backend.path}: not an archive of this project, or its record is lost")
+    if mode == "r":
+        raise NotFound(f"{backend.path}: empty; open it with mode='a' to begin an archive")
+    with backend.write(timeout) as transaction:
+        if transaction.get(keys.ARCHIVE) is None:
+            transaction.put(keys.ARCHIVE, pack_archive(_writer_name(), int(time.time())))
+    return begin(backend, mode, timeout)
 
 
 def delete_owned(transaction: Transaction, owner: int) -> int:
@@ -114,3 +187,13 @@ def delete_owned(transaction: Transaction, owner: int) -> int:
             transaction.delete(key)
             n_bytes += size
     return n_bytes
+
+
+def _writer_name() -> str:
+    # Imported here: it costs every user 20 ms, and only who begins an archive needs it.
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return f"kvstore {version('kvstore')}"
+    except PackageNotFoundError:
+        return "kvstore"

@@ -33,7 +33,6 @@ MAX_POSITION: Final = 1 << 24
 # Far wider than any model's, and far from where float32 squares of it lose bits.
 _MIN_SCALING: Final = 1e-6
 _MAX_SCALING: Final = 1e6
-
 _STYLES: Final = ("half", "interleaved")
 # Values per pass of the rotation, so that its temporaries stay in the L2 cache.
 _PASS_VALUES: Final = 1 << 15
