@@ -18,8 +18,9 @@ import numpy as np
 import numpy.typing as npt
 from kvcodecs.codec import CodecConfig
 from kvcodecs.errors import InvalidArgument, KvError, Locked
-from kvcodecs.rope import check_tensor, to_coded
+from kvcodecs.rope import to_coded
 from kvcodecs.spec import F32, Kind, KState
+from kvcodecs.tensor import check_tensor
 
 from . import keys
 from .catalog import delete_owned

@@ -16,8 +16,9 @@ import numpy.typing as npt
 from kvcodecs.errors import Closed, InvalidArgument, KvError, NotFound
 from kvcodecs.frame import ErrorStats
 from kvcodecs.plan import available_cpus
-from kvcodecs.rope import Rope, RopeTable, check_tensor, to_coded
+from kvcodecs.rope import Rope, RopeTable, to_coded
 from kvcodecs.spec import F32, Kind, KState
+from kvcodecs.tensor import check_tensor
 
 from . import keys
 from .backend import Backend, Lease, Snapshot

@@ -19,8 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .errors import Corrupt, InvalidArgument, Unsupported
-from .tensor import as_float32
-from .tensor import check_tensor as check_tensor
+from .tensor import as_float32, check_tensor
 
 if TYPE_CHECKING:
     from .spec import F32, KState, StreamSpec
