@@ -209,6 +209,11 @@ class StreamWriter:
         for chunk in prepared.chunks():
             self._push(chunk, on_seal)
 
+    @property
+    def is_due(self) -> bool:
+        """Whether a commit has to fix the header first."""
+        return self._params is None and self.end - self._state.start >= self._fit_tokens
+
     def fix_if_due(self) -> None:
         """Fix the header before a commit, once there are `fit_tokens` tokens.
 
@@ -217,8 +222,7 @@ class StreamWriter:
         InvalidArgument
             The values cannot be coded as the configuration asks; nothing is changed.
         """
-        n_waiting = self.end - self._state.start
-        if self._params is not None or n_waiting < self._fit_tokens:
+        if not self.is_due:
             return
         with located(self.where):
             params = self._fit(lambda: self._all(()), self._post)

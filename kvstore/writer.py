@@ -115,8 +115,8 @@ class SessionWriter:
         self._check_whole()
         if self.n_tokens == self.record.n_tokens:
             return self.record
-        for stream in self._streams.values():
-            stream.fix_if_due()
+        due = [stream for stream in self._streams.values() if stream.is_due]
+        list(_map(StreamWriter.fix_if_due, due, min(available_cpus(), max(1, len(due)))))
         record = replace(
             self.record,
             n_tokens=self.n_tokens,
