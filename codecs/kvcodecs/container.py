@@ -10,6 +10,7 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import ml_dtypes
 import numpy as np
+import numpy.typing as npt
 
 from ._core import find_beyond
 from .errors import Corrupt, InvalidArgument, Truncated, Unsupported
@@ -40,14 +41,20 @@ DTYPES: Final[tuple[np.dtype[Any], ...]] = (
 # From here on a value rounds to infinity; float64 output holds float32 values.
 _OVERFLOW: Final = (2.0**128, 65520.0, 2.0**128 - 2.0**119, 2.0**128)
 _HEAD: Final = struct.Struct("<BBBBIIIQ")
+_BIG_ENDIAN, _FORTRAN = 1, 2
 
 
 class Head(NamedTuple):
-    """The fixed part of a container."""
+    """The fixed part of a container.
+
+    `memory` says how the array lay in memory. A caller such as zarr's format 2 hands over an array
+    and takes the decoded one for the same bytes, so it gets the same byte order and layout back.
+    """
 
     layout: Layout
     dtype: int
     kind: Kind
+    memory: int
     heads: int
     head_dim: int
     block_tokens: int
@@ -68,29 +75,44 @@ class Head(NamedTuple):
 
     def pack(self) -> bytes:
         layout, kind = LAYOUTS.index(self.layout), KINDS.index(self.kind)
-        return _HEAD.pack(layout, self.dtype, kind, 0, *self[3:])
+        return _HEAD.pack(layout, self.dtype, kind, *self[3:])
 
     @classmethod
     def unpack(cls, data: memoryview) -> Head:
         if data.nbytes < _HEAD.size:
             raise Truncated(f"container: {data.nbytes} of {_HEAD.size} head bytes")
-        layout, dtype, kind, reserved, *sizes = _HEAD.unpack_from(data)
-        if layout >= len(LAYOUTS) or dtype >= len(DTYPES) or kind >= len(KINDS) or reserved:
+        layout, dtype, kind, memory, *sizes = _HEAD.unpack_from(data)
+        known = layout < len(LAYOUTS) and dtype < len(DTYPES) and kind < len(KINDS)
+        if not known or memory & ~(_BIG_ENDIAN | _FORTRAN):
             raise Unsupported(
-                f"container: layout {layout}, dtype {dtype}, kind {kind}; upgrade to read it"
+                f"container: layout {layout}, dtype {dtype}, kind {kind}, memory {memory}; "
+                "upgrade to read it"
             )
-        head = cls(LAYOUTS[layout], dtype, KINDS[kind], *sizes)
+        head = cls(LAYOUTS[layout], dtype, KINDS[kind], memory, *sizes)
         if not 1 <= head.block_tokens <= MAX_BLOCK_TOKENS:
             raise Corrupt(f"container: {head.block_tokens} tokens a block")
         if head.n_values > MAX_VALUES:
             raise Corrupt(f"container: {head.n_values} values, at most {MAX_VALUES}")
         return head
 
+    def restore(self, x: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Return `x` in the byte order and memory layout that was encoded."""
+        if self.memory & _BIG_ENDIAN:
+            x = x.astype(x.dtype.newbyteorder(">"))
+        return np.asfortranarray(x) if self.memory & _FORTRAN else x
+
     def spec(self) -> StreamSpec:
         try:
             return StreamSpec(self.kind, self.heads, self.head_dim)
         except InvalidArgument as error:
             raise Corrupt(f"container: {error}") from error
+
+
+def memory_of(x: npt.NDArray[Any]) -> int:
+    """Return how an array lies in memory, for `Head.memory`."""
+    big_endian = x.dtype.newbyteorder("<") != x.dtype if x.dtype.kind == "f" else False
+    fortran = x.flags.f_contiguous and not x.flags.c_contiguous
+    return _BIG_ENDIAN * big_endian | _FORTRAN * fortran
 
 
 def read_head(data: memoryview) -> tuple[Head, memoryview, memoryview]:

@@ -23,6 +23,7 @@ from .container import (
     Layout,
     check_finite,
     check_overflow,
+    memory_of,
     next_record,
     read_frames,
     read_head,
@@ -176,7 +177,16 @@ class TKV1Codec(Codec):  # type: ignore[misc]
         spec = StreamSpec(self._kind, heads, head_dim)
         check_tensor(x, spec, "tkv1")
         dtype = DTYPES.index(x.dtype.newbyteorder("=") if x.dtype.kind == "f" else x.dtype)
-        head = Head(self._layout, dtype, self._kind, heads, head_dim, self._block_tokens, n_tokens)
+        head = Head(
+            self._layout,
+            dtype,
+            self._kind,
+            memory_of(x),
+            heads,
+            head_dim,
+            self._block_tokens,
+            n_tokens,
+        )
         if n_tokens == 0:
             return seal_record(MAGIC, head.pack())
         if head.n_values > MAX_VALUES:
@@ -195,12 +205,13 @@ class TKV1Codec(Codec):  # type: ignore[misc]
         buf
             What `encode` returned, or a TKV1 file; any contiguous buffer.
         out
-            Array or buffer of the size of the result that receives it; returned if given.
+            Array or buffer of the size of the result that receives it; returned if given. A float
+            array of the result's shape gets its values, anything else its bytes.
 
         Returns
         -------
         x : (heads, tokens, head_dim)
-            In the dtype that was encoded.
+            In the dtype, byte order and memory layout (C or Fortran) that was encoded.
 
         Raises
         ------
@@ -216,7 +227,7 @@ class TKV1Codec(Codec):  # type: ignore[misc]
         if magic == BARE_MAGIC:
             file = TkvFile.parse(data)
             shape = (file.params.heads, file.n_tokens, file.params.head_dim)
-            target = _Target(out, shape, DTYPES[0])
+            target = _Target(out, Head("lane", 0, "k", 0, shape[0], shape[2], 1, shape[1]))
             file.decode(0, file.n_tokens, out=target.array)
             return target.deliver()
         head, stream_header, rest = read_head(data)
@@ -226,10 +237,10 @@ class TKV1Codec(Codec):  # type: ignore[misc]
             raise Corrupt("container: bytes after its head")
         if head.n_tokens:
             return _decode_stream(head, rest, out)
-        spec = head.spec()
+        head.spec()
         if rest.nbytes:
             raise Corrupt("container: bytes after its head")
-        return _Target(out, (spec.heads, 0, spec.head_dim), DTYPES[head.dtype]).deliver()
+        return _Target(out, head).deliver()
 
     def _encode_lanes(self, head: Head, spec: StreamSpec, y: F32) -> bytes:
         params = CODEC.fit(self._asked, spec, lambda: [y])
@@ -288,9 +299,10 @@ class TKV1Codec(Codec):  # type: ignore[misc]
 class _Target:
     """The array that is decoded into: the caller's if it fits, else one to copy from."""
 
-    def __init__(self, out: Any, shape: tuple[int, int, int], dtype: np.dtype[Any]) -> None:
+    def __init__(self, out: Any, head: Head) -> None:
         self._out = out
-        self._dtype = dtype
+        self._head = head
+        shape, dtype = (head.heads, head.n_tokens, head.head_dim), DTYPES[head.dtype]
         size = math.prod(shape) * dtype.itemsize
         if out is not None:
             given = numcodecs.compat.ensure_ndarray_like(out)
@@ -310,20 +322,23 @@ class _Target:
         """Return the result, in the caller's memory if he gave some."""
         if self.array is self._out:
             return self._out
-        result = self.array.astype(self._dtype, copy=False)
-        if self._out is None:
-            return result
-        given = (self._out.shape, self._out.dtype) if isinstance(self._out, np.ndarray) else None
-        if given == (result.shape, result.dtype):
-            self._out[...] = result  # any strides
-            return self._out
-        return numcodecs.compat.ndarray_copy(result, self._out)
+        result = self.array.astype(DTYPES[self._head.dtype], copy=False)
+        out = self._out
+        if isinstance(out, np.ndarray) and out.shape == result.shape and _is_float(out.dtype):
+            out[...] = result  # any strides and byte order
+            return out
+        result = self._head.restore(result)
+        return result if out is None else numcodecs.compat.ndarray_copy(result, out)
+
+
+def _is_float(dtype: np.dtype[Any]) -> bool:
+    return dtype.newbyteorder("=") in DTYPES if dtype.kind == "f" else dtype in DTYPES
 
 
 def _decode_lanes(head: Head, stream_header: memoryview, rest: memoryview, out: Any) -> Any:
     params = CODEC.unpack(head.spec(), stream_header)
     payloads = read_frames(head, CODEC.number, stream_header, rest)
-    target = _Target(out, (head.heads, head.n_tokens, head.head_dim), DTYPES[head.dtype])
+    target = _Target(out, head)
     plan = Plan()
     for block, payload in enumerate(payloads):
         first, n = head.span(block)
@@ -349,10 +364,10 @@ def _decode_stream(head: Head, rest: memoryview, out: Any) -> Any:
     file = TkvFile.parse(data)
     p = file.params
     found = (p.layout, p.kind, p.heads, p.head_dim, p.block_tokens, file.n_tokens)
-    if found != (head.layout, head.kind, *head[3:]):
+    if found != (head.layout, head.kind, *head[4:]):
         raise Corrupt(f"container: its head says {head}, its file {found}")
     dtype = DTYPES[head.dtype]
-    target = _Target(out, (head.heads, head.n_tokens, head.head_dim), dtype)
+    target = _Target(out, head)
     if target.array.dtype == np.float32:
         file.decode(0, file.n_tokens, out=target.array)
         return target.deliver()
