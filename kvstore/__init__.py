@@ -1,8 +1,11 @@
 """A storage engine for compressed KV-cache archives.
 
 `open` an `Archive`, create or find a `Session` in it, `append` and `commit`, and read any token
-range back within the stated error. Byte layouts: FORMAT.md here and in kvcodecs.
+range back within the stated error. Byte layouts: FORMAT.md in this package (archives) and in
+kvcodecs (frames and codecs).
 """
+
+from typing import TYPE_CHECKING
 
 from kvcodecs.codec import CodecConfig
 from kvcodecs.errors import (
@@ -48,5 +51,18 @@ __all__ = [
     "StreamInfo",
     "Truncated",
     "Unsupported",
+    "__version__",
     "open",
 ]
+
+if TYPE_CHECKING:
+    __version__: str
+
+
+def __getattr__(name: str) -> str:
+    # Reading the installed version costs 20 ms, so only who asks pays.
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("kvstore")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -19,7 +19,7 @@ from kvcodecs.tkv1 import TKV1
 from . import keys
 from .backend import Backend, Lease, Mode, Snapshot, open_backend
 from .catalog import Catalog, begin, delete_owned
-from .identity import Model, canonical_json, check_identity
+from .identity import Model, check_identity, check_metadata, check_model
 from .info import ArchiveInfo, SessionInfo, session_info
 from .layout import check_configs, new_layout
 from .reader import Reader
@@ -68,6 +68,8 @@ def open(
     InvalidArgument
         A mode, backend or place that cannot be used.
     """
+    if not isinstance(lock_timeout, int | float) or not lock_timeout >= 0:
+        raise InvalidArgument(f"lock_timeout {lock_timeout!r}: expected seconds")
     return Archive(
         open_backend(path, mode, kind=backend, map_size=map_size), mode, lock_timeout=lock_timeout
     )
@@ -140,8 +142,8 @@ class Archive:
         keys.check_name(name)
         if not isinstance(fit_tokens, int) or not 1 <= fit_tokens <= MAX_FIT_TOKENS:
             raise InvalidArgument(f"fit_tokens {fit_tokens!r}: 1 to {MAX_FIT_TOKENS}")
-        metadata = dict(metadata or {})
-        canonical_json(metadata)
+        metadata = check_metadata(metadata)
+        check_model(model)
         headers: dict[bytes, bytes] = {}
         owner = self.new_owner()
         if stats_from is not None:

@@ -182,8 +182,10 @@ def open_backend(
     """
     if mode not in ("r", "a"):
         raise InvalidArgument(f"mode {mode!r}, expected 'r' (read) or 'a' (create or append)")
-    if map_size is not None and map_size <= 0:
-        raise InvalidArgument(f"map_size {map_size} is not positive")
+    if map_size is not None and not (isinstance(map_size, int) and map_size > 0):
+        raise InvalidArgument(f"map_size {map_size!r} is not a positive number of bytes")
+    if not isinstance(path, str | os.PathLike):
+        raise InvalidArgument(f"path {path!r}: expected a string or a path")
     text = os.fspath(path)
     if kind is None:
         kind = "memory" if text.startswith(MEMORY_PREFIX) else "lmdb"

@@ -137,6 +137,8 @@ class Model:
         salt: str = "",
     ) -> Model:
         """Return a model whose layers are all alike; `head_dim_v` None means no V."""
+        if not isinstance(n_layers, int):
+            raise InvalidArgument(f"n_layers {n_layers!r}: expected an integer")
         layer = LayerSpec(
             n_kv_heads, head_dim, head_dim if head_dim_v == "same" else head_dim_v, window
         )
@@ -158,7 +160,9 @@ class Model:
         InvalidArgument
             No such layer or kind.
         """
-        spec = self._streams.get((layer, kind))
+        if not isinstance(layer, int | np.integer):
+            raise InvalidArgument(f"layer {layer!r}: expected an integer")
+        spec = self._streams.get((int(layer), kind))
         if spec is None:
             if kind not in KINDS:
                 raise InvalidArgument(f"kind {kind!r}, expected 'k' or 'v'")
@@ -235,6 +239,21 @@ class Model:
         return blake2b(canonical_json(self.to_json()), digest_size=DIGEST_BYTES).digest()
 
 
+def check_model(model: object) -> None:
+    """Raise `InvalidArgument` for anything but a `Model`."""
+    if not isinstance(model, Model):
+        raise InvalidArgument(f"model {model!r}: expected a kvstore.Model")
+
+
+def check_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return a session's metadata as a dict; `InvalidArgument` if it is not a JSON object."""
+    if metadata is not None and not isinstance(metadata, Mapping):
+        raise InvalidArgument(f"metadata {metadata!r}: expected a JSON object (a dict)")
+    found = dict(metadata or {})
+    canonical_json(found)
+    return found
+
+
 def canonical_json(data: object) -> bytes:
     """Return compact JSON with sorted keys.
 
@@ -259,7 +278,10 @@ def check_identity(found: Model, expected: Model, where: str) -> None:
     ------
     IdentityMismatch
         Names the first field that differs.
+    InvalidArgument
+        `expected` is not a model.
     """
+    check_model(expected)
     difference = _difference(found, expected)
     if difference is not None:
         name, have, want = difference

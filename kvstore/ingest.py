@@ -24,7 +24,7 @@ from kvcodecs.tensor import check_tensor
 
 from . import keys
 from .catalog import delete_owned
-from .identity import Model, canonical_json
+from .identity import Model, check_metadata, check_model
 from .layout import make_streams, new_layout
 from .records import SessionRecord, StreamName
 from .session import Session
@@ -96,8 +96,8 @@ def ingest(
     if k_state not in ("pre", "post"):
         raise InvalidArgument(f"k_state {k_state!r}, expected 'pre' or 'post'")
     where = f"{archive.path}: session {name!r}"
-    metadata = dict(metadata or {})
-    canonical_json(metadata)
+    metadata = check_metadata(metadata)
+    check_model(model)
     counts = {stream: source.n_tokens(*stream) for stream in model.streams()}
     n_tokens = max(counts.values())
     for (layer, kind), n in counts.items():

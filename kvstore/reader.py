@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 from kvcodecs.codec import BlockCodec, codec_by_number
-from kvcodecs.errors import Corrupt, InvalidArgument
+from kvcodecs.errors import Corrupt, InvalidArgument, Truncated
 from kvcodecs.frame import (
     ErrorStats,
     FrameHeader,
@@ -198,8 +198,11 @@ class Reader:
         where = f"{self.where} {piece.name}"
         value = snapshot.get(piece.key)
         if value is None:
-            raise Corrupt(f"{where}: missing; the archive has lost a frame")
-        header, payload = open_frame(value, where)
+            raise Corrupt(f"{where}: missing; the archive has lost a frame, restore a copy")
+        try:
+            header, payload = open_frame(value, where)
+        except (Corrupt, Truncated) as error:
+            raise type(error)(f"{error}; restore a copy of the archive, or do without") from error
         coding = self._coding_of(snapshot, piece, layer, kind)
         for what, found, expected in (
             ("owner", header.owner, self.owner),

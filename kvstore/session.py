@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,7 @@ class Session:
         self._lock = threading.RLock()
         self._writer: SessionWriter | None = None
         self._closed = False
+        self._process = os.getpid()
 
     @property
     def name(self) -> str:
@@ -110,7 +112,9 @@ class Session:
 
         Notes
         -----
-        Loss is the codec's: see FORMAT.md section 4. Values are readable after `commit`.
+        Loss is the codec's: `TKV1` keeps every value within half a step. Readable after `commit`,
+        which rewrites the last, unfinished block of every stream: commit every so many tokens
+        rather than each where that much durability is not needed.
         """
         with self._lock:
             self._appender().append(k, v, k_state, token_ids, start, n_threads)
@@ -300,6 +304,8 @@ class Session:
     def _check_open(self) -> None:
         if self._closed:
             raise Closed(f"{self._where}: closed; open the session again to append")
+        if self._process != os.getpid():
+            raise Closed(f"{self._where}: opened before a fork; open it again in this process")
 
     def _n_appended(self) -> int | None:
         writer = self._writer

@@ -661,3 +661,64 @@ def test_a_long_read_is_done_in_pieces(archive, monkeypatch):
                 assert_same(x, y)
         assert archive.verify(decode=True).ok
         assert session.info().n_tokens == 300
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda a: a.session("s").read(0.0, "k"), "layer 0.0"),
+        (lambda a: a.session("s").read("0", "k"), "layer '0'"),
+        (lambda a: a.create_session("t", model=None), "expected a kvstore.Model"),
+        (lambda a: a.session("s", expect="m"), "expected a kvstore.Model"),
+        (lambda a: a.create_session("t", model=MODEL, metadata=[1]), "JSON object"),
+        (lambda a: kvstore.open(b"x.kv"), "path b'x.kv'"),
+        (lambda a: kvstore.open("x.kv", map_size="1GB"), "map_size '1GB'"),
+        (lambda a: kvstore.open("x.kv", lock_timeout="x"), "lock_timeout 'x'"),
+        (lambda a: TKV1(sink=1.5), "sink 1.5"),
+        (
+            lambda a: MODEL.uniform(name="m", n_layers=1.5, n_kv_heads=2, head_dim=16),
+            "n_layers 1.5",
+        ),
+        (lambda a: MODEL.uniform(name="m", n_layers=1, n_kv_heads=2.0, head_dim=16), "heads 2.0"),
+        (
+            lambda a: MODEL.uniform(name="m", n_layers=1, n_kv_heads=2, head_dim=16, rope=3),
+            "rope 3: expected a Rope",
+        ),
+    ],
+)
+def test_arguments_of_wrong_types(archive, call, message):
+    archive.create_session("s", model=MODEL)
+    with pytest.raises(InvalidArgument, match=message):
+        call(archive)
+
+
+def test_raw_takes_any_spelling_of_a_dtype():
+    assert Raw(np.float16) == Raw("float16") == Raw(np.dtype("<f2"))
+    assert Raw(bfloat16).to_json()["dtype"] == "bfloat16"
+
+
+def test_a_forked_child_cannot_append(tmp_path):
+    import os
+
+    k, v = tensors(5)
+    with kvstore.open(tmp_path / "a.kv", "a") as archive:
+        session = archive.create_session("s", model=MODEL)
+        session.append(k, v)
+        child = os.fork()
+        if child == 0:
+            try:
+                session.append(k, v)
+            except kvstore.Closed as error:
+                os._exit(0 if "before a fork" in str(error) else 2)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        session.commit()
+        assert session.n_committed == 5
+
+
+def test_the_version_is_the_installed_one():
+    from importlib.metadata import version
+
+    assert kvstore.__version__ == version("kvstore")
+    with pytest.raises(AttributeError):
+        kvstore.nothing  # noqa: B018

@@ -39,7 +39,7 @@ class Raw:
 
     def __post_init__(self) -> None:
         if self.dtype is not None:
-            float_dtype(self.dtype)
+            object.__setattr__(self, "dtype", float_dtype(self.dtype).name)
 
     @property
     def codec(self) -> str:

@@ -59,6 +59,11 @@ class StreamSpec:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise InvalidArgument(f"stream kind {self.kind!r}: use 'k' or 'v'")
+        for name, size in (("heads", self.heads), ("head_dim", self.head_dim)):
+            if not isinstance(size, int | np.integer):
+                raise InvalidArgument(f"{name} {size!r}: expected an integer")
+        if self.rope is not None and not isinstance(self.rope, Rope):
+            raise InvalidArgument(f"rope {self.rope!r}: expected a Rope or None")
         if not 1 <= self.heads <= MAX_HEADS:
             raise InvalidArgument(f"heads {self.heads}: must be 1 to {MAX_HEADS}")
         if not 2 <= self.head_dim <= MAX_HEAD_DIM or self.head_dim % 2:

@@ -88,6 +88,9 @@ class TKV1:
                 raise InvalidArgument(f"TKV1: {name} {value!r} is not a positive number")
         if not given:
             object.__setattr__(self, "rel_step", 0.25)
+        for name in ("sink", "sink_div", "lane_channels"):
+            if not isinstance(getattr(self, name), int):
+                raise InvalidArgument(f"TKV1: {name} {getattr(self, name)!r} is not an integer")
         if not 0 <= self.sink < 1 << 32:
             raise InvalidArgument(f"TKV1: sink {self.sink} is not 0 to 2^32 - 1")
         if not 1 <= self.sink_div <= MAX_SINK_DIV:
