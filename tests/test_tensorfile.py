@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -207,6 +208,46 @@ def test_targets_that_cannot_be_written(tmp_path):
         write(tmp_path / "no" / "x", {"a": np.ones(3, np.float32)})
     with pytest.raises(InvalidArgument, match="complex"):
         write(tmp_path / "x", {"a": np.ones(3, np.complex128)})
+
+
+def test_errors_name_the_target(tmp_path, monkeypatch):
+    a = np.ones(3, np.float32)
+    with pytest.raises(FileNotFoundError) as missing:
+        write(tmp_path / "no" / "x", {"a": a})
+    assert missing.value.filename == str(tmp_path / "no" / "x")
+    assert missing.value.strerror == "its folder does not exist"
+    number = errno.EACCES
+
+    def refuse(path, *_):
+        raise OSError(number, os.strerror(number), str(path))
+
+    for name in ("open", "link"):  # while it is begun, and when it is put in its place
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, refuse)
+            patch.setattr(os, "replace", refuse)
+            with pytest.raises(PermissionError) as denied:
+                write(tmp_path / "x", {"a": a})
+        assert str(denied.value) == f"[Errno 13] Permission denied: '{tmp_path / 'x'}'"
+        assert os.listdir(tmp_path) == []
+
+
+NO_SAFETENSORS = {
+    "empty": (b"", Truncated),
+    "short": (b"hi\n", Truncated),
+    "text": (b"Hello, this is a text file of some length.\n", Corrupt),
+    "small length": (b"\x30" + bytes(7) + b"KV", Truncated),
+    "other content": (b"\x04" + bytes(7) + b"\x00\x01\x02\x03\x04", Corrupt),
+    "array": (b"\x02" + bytes(7) + b"[]", Corrupt),
+}
+
+
+@pytest.mark.parametrize("case", NO_SAFETENSORS)
+def test_other_files_are_called_what_they_are(tmp_path, case):
+    content, kind = NO_SAFETENSORS[case]
+    path = tmp_path / "x.bin"
+    path.write_bytes(content)
+    with pytest.raises(kind, match="not a safetensors file"):
+        TensorFile(path)
 
 
 def test_a_symbolic_link_is_followed(tmp_path):
