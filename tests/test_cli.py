@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
-from kvtools import cli
+from kvtools import cli, terminal
 from kvtools.kvfile import KvFile
 from kvtools.tensorfile import TensorFile, TensorWriter
 
@@ -125,6 +128,8 @@ USAGE = [
     ["pack", "a", "b", "--k-state", "raw"],
     ["pack", "a", "b", "--rope-theta", "1e4", "--inv-freq", "[1]"],
     ["pack", "a", "b", "--rotary-dim", "4"],
+    ["pack", "a", "b", "--fit-tokens", "0"],
+    ["pack", "a", "b", "--fit-tokens", "65537"],
     ["unpack", "a", "b", "--range", "5"],
     ["unpack", "a", "b", "--range", "9:5"],
     ["unpack", "a", "b", "--range", "-3:5"],
@@ -167,8 +172,14 @@ def test_pack_then_everything_else(run, tmp_path, source):
     assert listed[0]["bits_per_value"] == pytest.approx(16 / listed[0]["ratio_fp16"])
 
     text = succeeds(run("info", archive, "--layers"))
-    for word in ("toy", "2 heads x 8", "bits/value", "of each stream's bound", "2 v"):
+    for word in ("toy", "2 heads x 8", "bits/value", "of each stream's bound\n", "2 v"):
         assert word in text
+    about = dict(re.split(" {2,}", line, maxsplit=1) for line in text.splitlines() if "  " in line)
+    assert about["K given"] == "before RoPE (pre)"
+    assert about["codec"].startswith("tkv1 rel_step=0.25 sink=4")
+    assert about["ratio"].endswith(" times smaller than float16")
+    assert about["metadata"] == '{"layers": [1, 5, 9]}'
+    assert about["rope"] == "4 pairs, half, scaling 1"
     info = json.loads(succeeds(run("info", archive, "--session", "chat", "--layers", "--json")))
     assert info["n_sessions"] == 1
     assert info["file_bytes_over_frame_bytes"] > 1
@@ -241,36 +252,6 @@ def test_raw_round_trip_is_bit_exact_twice(run, tmp_path, dtype, form):
     assert {k: v.tobytes() for k, v in two.items()} == {k: v.tobytes() for k, v in three.items()}
     del about_two["kvstore"], about_three["kvstore"]  # holds the session's name
     assert about_two == about_three
-
-
-def test_identity_survives_a_round_trip(run, tmp_path):
-    model = kvstore.Model(
-        name="odd",
-        revision="r7",
-        salt="s",
-        rope=ROPE,
-        layers=(
-            kvstore.LayerSpec(2, 8, 4, window=1000),
-            kvstore.LayerSpec(2, 8, 4, rope=kvstore.Rope.from_theta(99.0, 4, style="interleaved")),
-            kvstore.LayerSpec(2, 8, None, rope=None),
-        ),
-    )
-    path = tmp_path / "a.kv"
-    k, v = list(kv()), [kv()[0][:, :, :4], kv()[1][:, :, :4], None]
-    with kvstore.open(path, mode="a") as archive:
-        session = archive.create_session("one", model=model, codec=kvstore.Raw())
-        session.append(k, v)
-        session.commit()
-    out = tmp_path / "out.safetensors"
-    succeeds(run("unpack", path, out, "--session", "one", "--quiet"))
-    assert run("pack", out, path, "--session", "two", "--codec", "raw", "--no-v")[0] == 0
-    with kvstore.open(path) as archive:
-        again = archive.session("two")
-        assert again.model.layers == model.layers
-        assert (again.model.revision, again.model.salt) == ("r7", "s")
-        k_found, v_found = again.read_all()
-        assert v_found[2] is None
-        assert all(np.array_equal(a, b) for a, b in zip(k_found, k, strict=True))
 
 
 def test_parts(run, tmp_path, source):
@@ -362,6 +343,141 @@ def test_rope_options(run, tmp_path):
     assert not out.exists()
 
 
+def test_info_of_k_given_after_rope(run, tmp_path):
+    path = save(tmp_path / "x.safetensors", {"k": kv(), "v": kv()})
+    archive = tmp_path / "a.kv"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "time", lambda: 1_700_000_000.0)
+        succeeds(run("pack", path, archive, "--rope-theta", "10000"))
+    text = succeeds(run("info", archive, "--layers"))
+    assert "K given     after RoPE (post)\n" in text
+    assert "of each stream's bound (in the coded domain, K before RoPE)\n" in text
+    assert "errors and bounds: in the coded domain, K before RoPE\n" in text
+    assert "created     2023-11-14 22:13:20 UTC\n" in text
+
+
+def test_info_of_metadata_and_ropes(run, tmp_path):
+    other = kvstore.Rope.from_theta(99.0, 4)
+    specs = [kvstore.LayerSpec(2, 8, 8, rope=rope) for rope in ("model", other, None)]
+    texts = {
+        "rope        2 different ones; 1 layer without\n": specs,
+        "rope        2 pairs, half, scaling 1; 1 layer without\n": specs[1:],
+        "rope        unknown\n": specs[2:],
+    }
+    with kvstore.open(tmp_path / "a.kv", "a") as archive:
+        for i, layers in enumerate(texts.values()):
+            model = kvstore.Model("m", tuple(layers), rope=ROPE)
+            metadata = {"note": "caf\xe9\n" + i * 1000 * "x"}
+            archive.create_session(str(i), model=model, metadata=metadata).close()
+    for i, text in enumerate(texts):
+        out = succeeds(run("info", tmp_path / "a.kv", "--session", i))
+        assert text in out
+        assert 'metadata    {"note": "caf\xe9\\n' in out
+        assert ("x... (--json shows all)" in out) == (i > 0)
+        assert max(map(len, out.splitlines())) < 600
+        assert "ratio       no values\n" in out
+        assert "in 0 frames\n" in out
+    assert "metadata  " not in succeeds(run("info", tmp_path / "a.kv")).split("session")[0]
+
+
+def test_sizes_are_said_sensibly(run, tmp_path):
+    assert terminal.ratio_text(4.736) == "4.74 times smaller than float16"
+    assert terminal.ratio_text(0.499) == "2 times larger than float16"
+    assert terminal.ratio_text(1.0001) == "as large as float16"
+    assert terminal.ratio_text(math.nan) == "no values"
+    archive = tmp_path / "a.kv"
+    arrays = {"k_pre": kv().astype(np.float32), "v": kv().astype(np.float32)}
+    path = save(tmp_path / "wide.safetensors", arrays, {"rope_inv_freq_f32": INV_FREQ})
+    out = succeeds(run("pack", path, archive, "--codec", "raw"))
+    assert re.search(r" 300 tokens, 3 layers, 3.* \(2\.\d+ times larger than float16\)", out)
+    assert "times larger than float16\n" in succeeds(run("info", archive))
+    arrays = {"k_pre": kv(1, tokens=0), "v": kv(1, tokens=0)}
+    path = save(tmp_path / "none.safetensors", arrays, {"rope_inv_freq_f32": INV_FREQ})
+    out = succeeds(run("pack", path, archive))
+    assert re.match(r"packed 'none': 0 tokens, 1 layer, \S+ \w+ \(no values\) in ", out)
+
+
+def test_short_input_is_kept_uncompressed_and_says_so(run, tmp_path):
+    archive = tmp_path / "a.kv"
+    arrays = {"k_pre": kv(tokens=100), "v": kv(tokens=100)}
+    path = save(tmp_path / "x.safetensors", arrays, {"rope_inv_freq_f32": INV_FREQ})
+    code, _, err = run("pack", path, archive)
+    assert code == 0
+    assert err == ("kvstore: 'x' has 100 tokens, fewer than --fit-tokens 128: kept uncompressed\n")
+    succeeds(run("pack", path, archive, "--session", "y", "--fit-tokens", "100"))
+    for options in (["--quiet"], ["--codec", "raw"]):
+        succeeds(run("pack", path, archive, "--replace", *options))
+    assert run("pack", path, archive, "--replace")[0] == 0
+    with kvstore.open(archive) as opened:
+        assert opened.session("x").info().bits_per_value > 16
+        assert opened.session("y").info().bits_per_value < 8
+
+
+def test_help_says_where_frequencies_come_from(run):
+    text = " ".join(run("pack", "-h")[1].split())
+    for words in (
+        "the options below, else from the key rope_inv_freq_f32 of the input header's metadata",
+        "STEM.json beside the input",
+        "fewest tokens that statistics are fitted to; shorter inputs are stored uncompressed",
+        "K only: V of the input is left out",
+    ):
+        assert words in text
+
+
+def test_options_win_over_what_the_file_states_and_say_so(run, tmp_path, source):
+    archive = tmp_path / "a.kv"
+    number = iter(range(100))
+
+    def pack(path, *options):
+        code, _, err = run("pack", path, archive, "--session", next(number), *options)
+        assert code == 0
+        return err
+
+    assert pack(source, "--rope-theta", "10000") == ""
+    for options, words in (
+        (["--rope-theta", "500"], "--rope-theta wins over the RoPE that"),
+        (["--inv-freq", "[1, 0.5]"], "(2 pairs, not 4)"),
+        (
+            ["--rope-theta", "1e4", "--rope-scaling", "2"],
+            "--rope-theta and --rope-scaling win over",
+        ),
+        (["--rope-style", "interleaved"], "(interleaved, not half)"),
+        (["--inv-freq", "[1, 0.5, 0.25, 0.125]"], "(frequency 1 is 0.5, not 0.100000001)"),
+    ):
+        err = pack(source, *options)
+        assert err.count("\n") == 1
+        assert words in err
+        assert str(source) in err
+        assert pack(source, *options, "--quiet") == ""
+    bare = save(tmp_path / "bare.safetensors", {"k": kv(), "v": kv()})
+    assert pack(bare, "--rope-theta", "500") == ""
+    bare.with_suffix(".json").write_text('{"rope_inv_freq_f32": [1, 1, 1, 1, 1]}')
+    assert "(it cannot be used)" in pack(bare, "--rope-theta", "500")
+
+
+def test_tensors_that_are_not_packed_are_listed(run, tmp_path):
+    extra = {"q_pre_last": kv(1), **{f"layers.{i}.q": kv(1) for i in range(9)}}
+    arrays = {"k_pre": kv(), "v": kv()}
+    metadata = {"rope_inv_freq_f32": INV_FREQ}
+    one = save(tmp_path / "one.safetensors", {**arrays, "q_pre_last": kv(1)}, metadata)
+    many = save(tmp_path / "many.safetensors", {**arrays, **extra}, metadata)
+    assert run("pack", one, tmp_path / "a.kv")[2] == "kvstore: not packed: q_pre_last\n"
+    err = run("pack", many, tmp_path / "a.kv")[2]
+    assert err.endswith("layers.6.q, layers.7.q and 2 more\n")
+    succeeds(run("pack", many, tmp_path / "b.kv", "--quiet"))
+
+
+def test_no_v_leaves_v_out(run, tmp_path, source):
+    archive = tmp_path / "a.kv"
+    succeeds(run("pack", source, archive, "--no-v", "--codec", "raw"))
+    with kvstore.open(archive) as opened:
+        session = opened.session("chat")
+        assert [layer.head_dim_v for layer in session.model.layers] == [None] * 3
+        assert np.array_equal(session.read(1, "k"), kv()[1])
+    bare = save(tmp_path / "bare.safetensors", {"k_pre": kv()})
+    fails(run("pack", bare, archive), "no V for layers [0, 1, 2]", "--no-v packs K alone")
+
+
 def test_codec_options(run, tmp_path, source):
     archive = tmp_path / "a.kv"
     for policy, value in {
@@ -399,11 +515,28 @@ def test_missing_things(run, tmp_path, source):
     succeeds(run("pack", source, archive))
     fails(run("unpack", archive, tmp_path / "o", "--session", "nope"), "'nope'")
     fails(run("info", archive, "--session", "nope"), "'nope'")
-    fails(run("unpack", archive, tmp_path / "no" / "o"), "No such file")
-    code, out, err = run("rm", archive, "nope", "chat")
-    assert code == 1
-    assert "removed 'chat'" in out
-    assert "'nope'" in err
+    fails(run("unpack", archive, tmp_path / "no" / "o"), f"{tmp_path}/no/o: its folder does not")
+    fails(run("unpack", archive, tmp_path / "o", "--session", ""), "session name ''")
+
+
+def test_rm_removes_all_or_nothing(run, tmp_path, source):
+    archive = tmp_path / "a.kv"
+    for name in ("one", "two", "three"):
+        succeeds(run("pack", source, archive, "--session", name))
+    for options in ([], ["--json"]):
+        result = run("rm", archive, "one", "nope", "two", "neither", *options)
+        fails(result, "no session 'nope', 'neither'", "nothing is removed")
+        assert result[1] == ""
+    with kvstore.open(archive) as opened:
+        assert opened.names() == ["one", "three", "two"]
+    assert succeeds(run("rm", archive, "two", "one", "two")) == "removed 'two'\nremoved 'one'\n"
+    with kvstore.open(archive, "a") as opened:
+        with opened.create_session("held", model=opened.session("three").model) as held:
+            held.append(kv(), kv())
+            code, out, err = run("rm", archive, "three", "held")
+            assert (code, out) == (1, "removed 'three'\n")
+            assert "'held'" in err
+        assert opened.names() == ["held"]
 
 
 def test_places_where_no_archive_can_be(run, tmp_path, source):
@@ -414,6 +547,45 @@ def test_places_where_no_archive_can_be(run, tmp_path, source):
     assert os.listdir(tmp_path) == ["chat.safetensors"]
     (tmp_path / "empty").mkdir()
     succeeds(run("pack", source, tmp_path / "empty"))
+
+
+def test_advice_is_for_a_shell(run, tmp_path, source, monkeypatch):
+    archive = tmp_path / "a.kv"
+    succeeds(run("pack", source, archive))
+    # The super-user may write anywhere, so that permissions alone would not do here.
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
+    for argv in (
+        ["pack", source, archive, "--replace"],
+        ["rm", archive, "chat"],
+        ["gc", archive],
+    ):
+        result = run(*argv)
+        fails(result, f"{archive}: not writable here; get write access to it")
+        assert "mode=" not in result[2]
+    monkeypatch.undo()
+    package = Path(kvstore.__file__).parent
+    library = "".join(path.read_text() for path in package.rglob("*.py"))
+    for advice in cli.ADVICE:
+        assert advice in library, "the library words it differently now"
+
+
+def test_no_folder_for_a_new_archive(run, tmp_path, source, monkeypatch):
+    def refuse(path, *_):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "rename", refuse)
+    fails(run("pack", source, tmp_path / "a.kv"), f"error: {tmp_path}/a.kv: Permission denied")
+    assert os.listdir(tmp_path) == ["chat.safetensors"]
+
+
+def test_an_empty_session_name_is_no_default(run, tmp_path, source):
+    fails(run("pack", source, tmp_path / "a.kv", "--session", ""), "session name ''")
+    assert os.listdir(tmp_path) == ["chat.safetensors"]
+    options = ["--model-name", "m", "--revision", ""]
+    path = save(tmp_path / "r.safetensors", {"k_pre": kv(), "v": kv()}, {"revision": "r1"})
+    run("pack", path, tmp_path / "a.kv", *options)
+    with kvstore.open(tmp_path / "a.kv") as opened:
+        assert opened.session("r").model.revision == ""
 
 
 def test_a_session_must_be_chosen_if_there_are_several(run, tmp_path, source):
@@ -540,6 +712,22 @@ def test_as_a_process(tmp_path, source):
     assert json.loads(out)[0]["name"] == "chat"
 
 
+def test_names_that_stdout_cannot_encode(tmp_path, source, run):
+    archive = tmp_path / "a.kv"
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONIOENCODING": "ascii"}
+    name = "caf\xe9/\u732b"
+    for argv, expected in (
+        (["pack", source, archive, "--session", name], rb"packed 'caf\xe9/\u732b'"),
+        (["ls", archive], rb"caf\xe9/\u732b   toy"),
+        (["info", archive], rb"caf\xe9/\u732b"),
+        (["rm", archive, name], rb"removed 'caf\xe9/\u732b'"),
+    ):
+        process = start(*argv, env=environment)
+        out, err = process.communicate(timeout=60)
+        assert (process.returncode, err) == (0, b"")
+        assert expected in out
+
+
 def test_a_reader_that_leaves_early_is_no_error(tmp_path, source, run):
     archive = tmp_path / "a.kv"
     succeeds(run("pack", source, archive))
@@ -570,7 +758,9 @@ def test_gc_frees_what_a_killed_writer_left(run, tmp_path, source):
         from kvstore import keys
 
         transaction.put(keys.frame_key(12345, 0, "k", 0), bytes(50_000))
-    assert "1 values left over" in succeeds(run("verify", archive))
+    text = succeeds(run("verify", archive))
+    assert "sound; 1 session, 6 frames, " in text
+    assert "1 entry left over" in text
     assert json.loads(succeeds(run("gc", archive, "--json")))["freed_bytes"] == 50_000
     assert "left over" not in succeeds(run("verify", archive))
     assert "0 B freed" in succeeds(run("gc", archive))

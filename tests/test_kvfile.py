@@ -14,6 +14,8 @@ from kvtools.kvfile import KvFile
 from kvtools.source import FileSource, build_model
 from kvtools.tensorfile import TensorFile, TensorWriter
 
+from kvstore import LayerSpec, Model
+
 
 def save(path: Path, arrays: dict[str, np.ndarray], metadata: dict[str, str] | None = None) -> Path:
     shapes = {name: (a.dtype, a.shape) for name, a in arrays.items()}
@@ -79,12 +81,6 @@ def test_k_state(tmp_path):
 
 RAGGED = {
     "no k": ({"v": kv()}, NotFound, "no K"),
-    "no v": ({"k": kv()}, NotFound, "--no-v"),
-    "one layer without v": (
-        {"layers.0.k": kv()[0], "layers.0.v": kv()[0], "layers.1.k": kv()[1]},
-        NotFound,
-        r"layers \[1\]",
-    ),
     "v without k": (
         {"layers.0.k": kv()[0], "layers.0.v": kv()[0], "layers.1.v": kv()[1]},
         NotFound,
@@ -94,7 +90,11 @@ RAGGED = {
     "4-D per layer": ({"layers.0.k": kv(), "layers.0.v": kv()}, InvalidArgument, "expected .heads"),
     "layers": ({"k": kv(2), "v": kv(3)}, InvalidArgument, "2 layers of K, 3 of V"),
     "no layers": ({"k": kv(0), "v": kv(0)}, InvalidArgument, "no layers"),
-    "tokens": ({"k": kv(tokens=7), "v": kv(tokens=8)}, InvalidArgument, "8 tokens"),
+    "tokens": (
+        {"k": kv(tokens=7), "v": kv(tokens=8)},
+        InvalidArgument,
+        "'k' has 7 tokens, others have 8",
+    ),
     "dtype": ({"k": kv(), "v": kv().astype(np.float64)}, InvalidArgument, "F64"),
 }
 
@@ -116,7 +116,27 @@ def test_heads_of_k_and_v_differ(tmp_path):
             build_model(found)
 
 
-def test_no_v_and_mixed_dtypes(tmp_path):
+def test_v_must_be_there_unless_the_stored_model_has_none(tmp_path):
+    without = {
+        "none": ({"k": kv()}, r"layers \[0, 1\]; so there"),
+        "one": (
+            {"layers.3.k": kv()[0], "layers.3.v": kv()[0], "layers.4.k": kv()[1]},
+            r"layers \[4\]; so there",
+        ),
+    }
+    for name, (arrays, match) in without.items():
+        with TensorFile(save(tmp_path / f"{name}.safetensors", arrays)) as file:
+            KvFile(file, no_v=True).require_v("so there")
+            with pytest.raises(NotFound, match=match):
+                KvFile(file).require_v("so there")
+    model = Model("m", (LayerSpec(2, 4, 4), LayerSpec(2, 4, None)))
+    stored = {"kvstore": json.dumps({"model": model.to_json()})}
+    with TensorFile(save(tmp_path / "own.safetensors", without["one"][0], stored)) as file:
+        KvFile(file).require_v("not reached")
+        assert build_model(KvFile(file)) == model
+
+
+def test_no_v_is_k_only(tmp_path):
     arrays = {
         "layers.0.k": kv()[0].astype(ml_dtypes.bfloat16),
         "layers.1.k": kv()[1].astype(np.float32),
@@ -126,13 +146,58 @@ def test_no_v_and_mixed_dtypes(tmp_path):
         found = KvFile(file, no_v=True)
         model = build_model(found)
         assert model.dtype == "float32"
-        assert [layer.head_dim_v for layer in model.layers] == [None, 4]
+        assert [layer.head_dim_v for layer in model.layers] == [None, None]
+        assert found.unused() == []  # it was asked to be left out
+    model = Model("m", (LayerSpec(2, 4, 4),) * 2, revision="r")
+    stored = {"kvstore": json.dumps({"model": model.to_json()})}
+    with TensorFile(save(tmp_path / "b.safetensors", {"k": kv(), "v": kv()}, stored)) as file:
+        assert build_model(KvFile(file)) == model
+        found = build_model(KvFile(file, no_v=True))
+        assert (found.revision, found.layers) == ("r", (LayerSpec(2, 4, None),) * 2)
+
+
+def test_unused_tensors(tmp_path):
+    arrays = {"k": kv(), "k_pre": kv(), "v": kv(), "token_ids": np.arange(7), "q": kv()}
+    arrays["layers.0.v"] = kv()[0]
+    with TensorFile(save(tmp_path / "a.safetensors", arrays)) as file:
+        assert KvFile(file, k_state="pre").unused() == ["layers.0.v", "q"]
+        assert KvFile(file, k_state="pre", no_v=True).unused() == ["q"]
+
+
+def test_only_layers_with_a_window_may_have_fewer_tokens(tmp_path):
+    arrays = {f"layers.{i}.{name}": kv()[i] for i in range(2) for name in ("k", "v")}
+    short = {**arrays, "layers.1.k": kv()[1][:, 4:], "layers.1.v": kv()[1][:, 4:]}
+    for window in (None, 3):
+        model = Model("m", (LayerSpec(2, 4, 4), LayerSpec(2, 4, 4, window=window)))
+        stored = {"kvstore": json.dumps({"model": model.to_json()})}
+        with TensorFile(save(tmp_path / f"{window}.safetensors", short, stored)) as file:
+            if window is None:
+                with pytest.raises(InvalidArgument, match="has 3 tokens, others have 7"):
+                    KvFile(file)
+                continue
+            found = KvFile(file)
+            source = FileSource(found)
+            assert found.n_tokens == 7
+            assert [source.n_tokens(i, "v") for i in range(2)] == [7, 3]
+
+
+def test_layers_keep_the_stored_order(tmp_path):
+    arrays = {f"layers.{n}.{name}": kv()[i] for i, n in enumerate((9, 1)) for name in ("k", "v")}
+    model = Model("m", (LayerSpec(2, 4, 4, window=3), LayerSpec(2, 4, 4)))
+    metadata = {"layers": "[9, 1]"}
+    with TensorFile(save(tmp_path / "foreign.safetensors", arrays, metadata)) as file:
+        assert [layer.number for layer in KvFile(file).layers] == [1, 9]
+    metadata["kvstore"] = json.dumps({"model": model.to_json()})
+    with TensorFile(save(tmp_path / "own.safetensors", arrays, metadata)) as file:
+        found = KvFile(file)
+        assert [layer.number for layer in found.layers] == [9, 1]
+        assert found.read(found.layers[0].k, 0, 7).tobytes() == kv()[0].tobytes()
 
 
 def test_sidecar_and_metadata(tmp_path):
     path = save(tmp_path / "a.safetensors", {"k": kv(), "v": kv()})
     with TensorFile(path) as file:
-        assert KvFile(file).rope() is None
+        assert KvFile(file).hints.rope() is None
         assert build_model(KvFile(file)).name == "unknown"
     sidecar = tmp_path / "a.json"
     sidecar.write_text(
@@ -140,7 +205,7 @@ def test_sidecar_and_metadata(tmp_path):
     )
     with TensorFile(path) as file:
         found = KvFile(file)
-        assert found.rope() == Rope(np.array([1.0, 0.1], np.float32))
+        assert found.hints.rope() == Rope(np.array([1.0, 0.1], np.float32))
         assert [layer.number for layer in found.layers] == [4, 9]
         assert build_model(found).name == "side"
         own = Rope.from_theta(100.0, 4)
@@ -159,7 +224,7 @@ def test_sidecar_and_metadata(tmp_path):
     sidecar.rename(tmp_path / "b.json")
     with TensorFile(path) as file:
         found = KvFile(file)
-        assert found.rope() == Rope(np.array([0.5]), style="interleaved", scaling=2.0)
+        assert found.hints.rope() == Rope(np.array([0.5]), style="interleaved", scaling=2.0)
         assert build_model(found).name == "meta"
 
 
@@ -179,13 +244,20 @@ def test_sidecar_and_metadata(tmp_path):
         ('{"layers": [1]}', InvalidArgument),
         ('{"layers": [1, -2]}', InvalidArgument),
         ('{"layers": 7}', InvalidArgument),
+        ('{"first_token": -1}', InvalidArgument),
     ],
 )
 def test_bad_sidecar(tmp_path, text, kind):
     path = save(tmp_path / "a.safetensors", {"k": kv(), "v": kv()})
     (tmp_path / "a.json").write_text(text)
+
+    def use(file):
+        found = KvFile(file)
+        found.hints.first_token()
+        build_model(found)
+
     with TensorFile(path) as file, pytest.raises(kind, match=r"a\.|rope"):
-        build_model(KvFile(file))
+        use(file)
 
 
 def test_token_ids(tmp_path):

@@ -26,6 +26,13 @@ is read back within a stated error by decoding only the blocks that cover it.
 
 DTYPES = ("float16", "bfloat16", "float32")
 
+#: What the library advises its callers, and what that is for somebody at a shell.
+ADVICE = {
+    "open it with mode='r'": "get write access to it, or copy it and write to the copy",
+    "open it with mode='a' to begin an archive": "kvstore pack begins an archive",
+    "reopen with a larger map_size": "remove sessions, or pack into another archive",
+}
+
 EPILOG = """\
 kvstore COMMAND -h explains a command and gives an example.
 """
@@ -87,7 +94,7 @@ def block_size(text: str) -> int | str:
     return text if text == "auto" else positive_int(text)
 
 
-def _add_codec(parser: argparse.ArgumentParser) -> None:
+def _add_codec(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     codec = parser.add_argument_group("codec")
     codec.add_argument(
         "--codec", choices=("tkv1", "raw"), default="tkv1", help="raw is bit exact (default: tkv1)"
@@ -107,6 +114,7 @@ def _add_codec(parser: argparse.ArgumentParser) -> None:
     codec.add_argument(
         "--sink-div", type=positive_int, metavar="D", help="how many times finer (default: 16)"
     )
+    return codec
 
 
 def _add_pack(parser: argparse.ArgumentParser) -> None:
@@ -123,10 +131,28 @@ def _add_pack(parser: argparse.ArgumentParser) -> None:
         "--replace", action="store_true", help="replace the session if the archive has it"
     )
     parser.add_argument(
+        "--renumber",
+        action="store_true",
+        help="pack a part of a session, written by unpack --range, as tokens 0.. of a new one; "
+        "K before RoPE only",
+    )
+    parser.add_argument(
         "--block-tokens", type=block_size, default="auto", metavar="N", help="(default: auto)"
     )
-    _add_codec(parser)
-    keys = parser.add_argument_group("keys and RoPE")
+    _add_codec(parser).add_argument(
+        "--fit-tokens",
+        type=positive_int,
+        default=128,
+        metavar="N",
+        help="fewest tokens that statistics are fitted to; shorter inputs are stored uncompressed "
+        "(default: 128)",
+    )
+    keys = parser.add_argument_group(
+        "keys and RoPE",
+        "RoPE frequencies come from the options below, else from the key rope_inv_freq_f32\n"
+        "of the input header's metadata (a JSON list), else from the same key of a file\n"
+        "STEM.json beside the input. What unpack wrote needs none of this.",
+    )
     keys.add_argument(
         "--k-state",
         choices=("pre", "post"),
@@ -153,7 +179,10 @@ def _add_pack(parser: argparse.ArgumentParser) -> None:
         "--dtype", choices=DTYPES, help="what reads return by default (default: the input's)"
     )
     model.add_argument(
-        "--no-v", action="store_true", help="the input has no V (multi-head latent attention)"
+        "--no-v",
+        action="store_true",
+        help="K only: V of the input is left out, and layers get no V (as with multi-head latent "
+        "attention)",
     )
 
 
@@ -162,7 +191,10 @@ def _add_unpack(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("output", metavar="OUT.safetensors")
     parser.add_argument("--session", metavar="NAME", help="(default: the only one)")
     parser.add_argument(
-        "--range", type=token_range, default=(0, None), metavar="A:B", help="tokens (default: all)"
+        "--range",
+        type=token_range,
+        metavar="A:B",
+        help="tokens (default: all that each layer has)",
     )
     parser.add_argument(
         "--layers",
@@ -234,7 +266,7 @@ COMMANDS: dict[str, _Command] = {
     ),
     "ls": ("listing", "List the sessions of an archive.", _add_ls, "kvstore ls chats.kv"),
     "info": (
-        "listing",
+        "info",
         "Show identity, geometry, size and recorded error, without decoding.",
         _add_info,
         "kvstore info chats.kv --session alice/42 --layers",
@@ -245,7 +277,12 @@ COMMANDS: dict[str, _Command] = {
         _add_verify,
         "kvstore verify chats.kv --decode",
     ),
-    "rm": ("listing", "Delete sessions.", _add_rm, "kvstore rm chats.kv alice/42"),
+    "rm": (
+        "listing",
+        "Delete sessions; none of them if one is missing.",
+        _add_rm,
+        "kvstore rm chats.kv alice/42",
+    ),
     "gc": (
         "listing",
         "Remove what killed writers left behind; it does no harm but takes space.",
@@ -297,6 +334,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Wrong usage and ``-h`` leave by `SystemExit`, as argparse does.
     """
+    from kvtools.terminal import accept_any_text
+
+    accept_any_text()
     parser = build_parser()
     args = parser.parse_args(argv)
     if args.version:
@@ -337,4 +377,6 @@ def _one_line(error: Exception) -> str:
         text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     else:
         text = str(error) or type(error).__name__
+    for advice, here in ADVICE.items():
+        text = text.replace(advice, here)
     return " ".join(text.split())

@@ -1,30 +1,28 @@
-"""KV tensors in a safetensors file: which tensors, which layers, which RoPE.
+"""KV tensors in a safetensors file: which tensors, which layers.
 
 Two layouts are read: one 4-D tensor each for K and V, ``k_pre`` or ``k``, and ``v``
 [layers][heads][tokens][head_dim]; or one 3-D tensor per layer, ``layers.N.k_pre`` or
 ``layers.N.k``, and ``layers.N.v``. ``k_pre`` is K before RoPE, ``k`` after it. What the tensors do
-not say (RoPE frequencies, model, layer numbers) comes from the header's metadata, or from a
-``.json`` file beside the input with the same stem.
+not say is in `Hints`.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from kvcodecs.errors import Corrupt, InvalidArgument, NotFound
-from kvcodecs.rope import Rope
+from kvcodecs.errors import InvalidArgument, NotFound
 from kvcodecs.spec import Kind, KState
 
-from kvtools.tensorfile import NUMPY_DTYPES, TensorFile, TensorInfo
+from kvstore import LayerSpec
+from kvtools.hints import Hints
+from kvtools.tensorfile import TensorFile
+from kvtools.tensorheader import NUMPY_DTYPES, TensorInfo
 
-MAX_SIDECAR_BYTES = 100_000_000
 _PER_LAYER = re.compile(r"layers\.(0|[1-9][0-9]*)\.(k|k_pre|v)", re.ASCII)
 
 
@@ -59,20 +57,24 @@ class KvFile:
     k_state
         Which K to take where the file does not say, or has both.
     no_v
-        Accept a file without V.
+        Leave V out.
 
     Attributes
     ----------
     layers : list of Layer
     k_state
         ``"pre"`` or ``"post"``.
-    hints : dict
-        The sidecar's fields, overridden by the header's metadata.
+    n_tokens
+        Of the longest stream; layers with a window may have fewer, the last ones.
+    no_v
+        As given.
+    hints : Hints
+        What the file says besides its tensors.
 
     Raises
     ------
     NotFound
-        No K, or no V.
+        No K.
     InvalidArgument
         Tensors that do not fit together.
     """
@@ -81,18 +83,49 @@ class KvFile:
         self, file: TensorFile, *, k_state: KState | None = None, no_v: bool = False
     ) -> None:
         self.file = file
-        self.hints = {**_read_sidecar(file.path.with_suffix(".json")), **file.metadata}
+        self.hints = Hints(file)
+        self.no_v, self._wanted = no_v, k_state
         self.k_state, k_name = self._choose_k(k_state)
         self.layers = self._find_layers(k_name)
         if not self.layers:
             raise InvalidArgument(f"{file.path}: no layers")
-        without = [layer.number for layer in self.layers if layer.v is None]
-        if without and not no_v:
-            raise NotFound(f"{file.path}: no V for layers {without}; --no-v if there is none")
-        self.n_tokens = self.layers[0].k.tokens
-        for layer in self.layers:
+        if no_v:
+            self.layers = [replace(layer, v=None) for layer in self.layers]
+        streams = [x for layer in self.layers for x in (layer.k, layer.v) if x is not None]
+        self.n_tokens = max(stream.tokens for stream in streams)
+        for index, layer in enumerate(self.layers):
             for stream in (layer.k, layer.v):
-                self._check(stream)
+                self._check(index, stream)
+
+    def require_v(self, advice: str) -> None:
+        """Check that no layer lacks V, but those whose model has none.
+
+        Raises
+        ------
+        NotFound
+            Names the layers, and ends in `advice`.
+        """
+        if self.no_v:
+            return
+        without = [
+            layer.number
+            for index, layer in enumerate(self.layers)
+            if layer.v is None and not self._stored_without_v(index)
+        ]
+        if without:
+            raise NotFound(f"{self.file.path}: no V for layers {without}; {advice}")
+
+    def unused(self) -> list[str]:
+        """Names of tensors that are nothing to us, sorted; not what an option leaves out."""
+        used = {"token_ids"}
+        for layer in self.layers:
+            used.add(layer.k.name)
+            if layer.v is not None:
+                used.add(layer.v.name)
+        left_out = {"v"} if self.no_v else set()
+        if self._wanted is not None:
+            left_out.add("k" if self.k_state == "pre" else "k_pre")
+        return sorted(n for n in self.file.tensors if n not in used and _kind(n) not in left_out)
 
     def dtype(self, *kinds: Kind) -> str:
         """Name of a dtype that holds all values of `kinds`, ``"float16"`` say."""
@@ -126,46 +159,23 @@ class KvFile:
             )
         return self.file.read("token_ids").astype(np.int64)
 
-    def rope(self) -> Rope | None:
-        """Return the RoPE that the metadata or the sidecar states, or None."""
-        frequencies = self._hint("rope_inv_freq_f32", list)
-        if frequencies is None:
+    def _stored(self, index: int) -> LayerSpec | None:
+        """Return what `unpack` left of a layer, if anything."""
+        stored = self.hints.stored
+        if stored is None or stored.n_layers != len(self.layers):
             return None
-        return rope_from(
-            frequencies,
-            where=str(self.file.path),
-            style=self.hints.get("rope_style", "half"),
-            scaling=self._hint("rope_scaling", (int, float), 1.0),
-        )
+        return stored.layers[index]
 
-    def text_hint(self, name: str) -> str | None:
-        """Return a string of the metadata or the sidecar, such as ``"model"``."""
-        value = self.hints.get(name)
-        return value if isinstance(value, str) and value else None
-
-    def first_token(self) -> int:
-        """Position of the first token; not 0 in what `unpack --range` wrote."""
-        return int(self._hint("first_token", int, 0))
-
-    def _hint(self, name: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
-        value = self.hints.get(name, default)
-        if isinstance(value, str):  # the header's metadata holds strings only
-            try:
-                value = json.loads(value)
-            except (ValueError, RecursionError):
-                value = None
-            if value is None:
-                raise InvalidArgument(f"{self.file.path}: metadata {name!r} is not JSON")
-        if value is not default and (not isinstance(value, kind) or isinstance(value, bool)):
-            raise InvalidArgument(f"{self.file.path}: {name!r} is a {type(value).__name__}")
-        return value
+    def _stored_without_v(self, index: int) -> bool:
+        layer = self._stored(index)
+        return layer is not None and layer.head_dim_v is None
 
     def _choose_k(self, wanted: KState | None) -> tuple[KState, str]:
         has: set[str] = set()
         for name in self.file.tensors:
-            match = _PER_LAYER.fullmatch(name)
-            if name in ("k", "k_pre") or (match and match[2] != "v"):
-                has.add(match[2] if match else name)
+            kind = _kind(name)
+            if kind in ("k", "k_pre"):
+                has.add(kind)
         if not has:
             raise NotFound(
                 f"{self.file.path}: no K; expected a tensor k_pre or k (4-D), or layers.N.k_pre "
@@ -192,7 +202,11 @@ class KvFile:
         missing = sorted(number for number, streams in found.items() if k_name not in streams)
         if missing:
             raise NotFound(f"{self.file.path}: layers {missing} have V but no {k_name}")
-        return [Layer(n, found[n][k_name], found[n].get("v")) for n in sorted(found)]
+        numbers = sorted(found)
+        stated = self.hints.layer_numbers() or numbers
+        if self.hints.stored is not None and sorted(stated) == numbers:
+            numbers = stated  # the order of the stored model's layers
+        return [Layer(n, found[n][k_name], found[n].get("v")) for n in numbers]
 
     def _split_4d(self, k_name: str) -> list[Layer]:
         k = self.file.info(k_name)
@@ -206,9 +220,8 @@ class KvFile:
         n_layers = k.shape[0]
         if v is not None and v.shape[0] != n_layers:
             raise InvalidArgument(f"{self.file.path}: {n_layers} layers of K, {v.shape[0]} of V")
-        numbers = self._hint("layers", list) or list(range(n_layers))
-        whole = all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in numbers)
-        if len(numbers) != n_layers or not whole:
+        numbers = self.hints.layer_numbers() or list(range(n_layers))
+        if len(numbers) != n_layers:
             raise InvalidArgument(f"{self.file.path}: {n_layers} layers, but numbers {numbers}")
         return [
             Layer(
@@ -228,7 +241,7 @@ class KvFile:
             )
         return Stream(info.name, leading, *shape, dtype=info.dtype)
 
-    def _check(self, stream: Stream | None) -> None:
+    def _check(self, index: int, stream: Stream | None) -> None:
         if stream is None:
             return
         if stream.dtype not in ("F16", "BF16", "F32"):
@@ -236,48 +249,18 @@ class KvFile:
                 f"{self.file.path}: tensor {stream.name!r} is {stream.dtype}; "
                 "expected F16, BF16 or F32"
             )
-        if stream.tokens != self.n_tokens:
+        stored = self._stored(index)
+        windowed = stored is not None and stored.window is not None
+        if stream.tokens != self.n_tokens and not windowed:
             raise InvalidArgument(
                 f"{self.file.path}: tensor {stream.name!r} has {stream.tokens} tokens, "
                 f"others have {self.n_tokens}"
             )
 
 
-def rope_from(values: object, *, where: str, style: object, scaling: float) -> Rope:
-    """Build a `Rope` from what a JSON document held; `where` goes into error messages."""
-    if not isinstance(values, list) or not all(
-        isinstance(x, (int, float)) and not isinstance(x, bool) for x in values
-    ):
-        raise InvalidArgument(f"{where}: RoPE frequencies are not a list of numbers")
-    if style != "half" and style != "interleaved":
-        raise InvalidArgument(f"{where}: RoPE style {style!r}; use half or interleaved")
-    try:
-        frequencies = np.array(values, np.float64)
-    except OverflowError:
-        raise InvalidArgument(f"{where}: a RoPE frequency is out of range") from None
-    return Rope(frequencies, style=style, scaling=scaling)  # type: ignore[arg-type]  # narrows
-
-
-def read_json(path: Path) -> Any:
-    """Parse a JSON file of reasonable size.
-
-    Raises
-    ------
-    Corrupt
-        Not JSON, or absurdly large.
-    """
-    if path.stat().st_size > MAX_SIDECAR_BYTES:
-        raise Corrupt(f"{path}: larger than {MAX_SIDECAR_BYTES} bytes")
-    try:
-        return json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise Corrupt(f"{path}: not valid JSON: {error}") from error
-
-
-def _read_sidecar(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    content = read_json(path)
-    if not isinstance(content, dict):
-        raise Corrupt(f"{path}: not a JSON object")
-    return content
+def _kind(name: str) -> str | None:
+    """Return what a tensor holds by its name: ``"k"``, ``"k_pre"``, ``"v"``, or None."""
+    if name in ("k", "k_pre", "v"):
+        return name
+    match = _PER_LAYER.fullmatch(name)
+    return match[2] if match else None

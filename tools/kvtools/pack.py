@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import secrets
 import shutil
@@ -12,18 +11,30 @@ from pathlib import Path
 from typing import Any
 
 from kvcodecs.codec import CodecConfig
-from kvcodecs.errors import Corrupt, InvalidArgument, KvError, NotFound
-from kvcodecs.rope import Rope
+from kvcodecs.errors import InvalidArgument, KvError, NotFound
 from kvcodecs.spec import Kind
 
 import kvstore
+from kvstore.archive import MAX_FIT_TOKENS
 from kvstore.backend import MEMORY_PREFIX
-from kvtools.kvfile import KvFile, read_json, rope_from
+from kvstore.keys import check_name
+from kvtools.kvfile import KvFile
+from kvtools.rope_options import check_rope, rope_option
 from kvtools.source import FileSource, build_model, has_rope
 from kvtools.tensorfile import TensorFile
-from kvtools.terminal import note, number_text, progress, show_json, size_text
+from kvtools.terminal import (
+    count_text,
+    note,
+    number_text,
+    progress,
+    ratio_text,
+    show_json,
+    size_text,
+)
 
 POLICIES = ("rel_step", "step", "max_error", "rmse", "bpv")
+#: Names that a note lists before it only counts them.
+MAX_LISTED = 8
 
 
 def codec_config(args: argparse.Namespace, raw_dtype: str = "float32") -> CodecConfig:
@@ -46,97 +57,55 @@ def run_pack(args: argparse.Namespace) -> int:
     codec_config(args)  # wrong usage is reported before any file is looked at
     if args.rope_theta is None and args.rotary_dim is not None:
         args.parser.error("--rotary-dim goes with --rope-theta")
-    name = args.session or Path(args.input).stem
+    name = check_name(Path(args.input).stem if args.session is None else args.session)
+    if args.fit_tokens > MAX_FIT_TOKENS:
+        args.parser.error(f"--fit-tokens {args.fit_tokens}: at most {MAX_FIT_TOKENS}")
     with TensorFile(args.input) as file:
         kv = KvFile(file, k_state=args.k_state, no_v=args.no_v)
+        kv.require_v("--no-v packs K alone")
+        _check_positions(args, kv)
         model = build_model(
             kv,
             name=args.model_name,
             revision=args.revision,
             dtype=args.dtype,
-            rope=_rope_option(args, kv),
+            rope=rope_option(args, kv),
         )
-        _check_rope(args, kv, model)
+        check_rope(args, kv, model)
+        _note_unused(kv, quiet=args.quiet)
         job = _Job(args, name, kv, model)
         job.run()
         summary = job.summary
     if args.json:
         show_json(summary)
     elif not args.quiet:
+        rate = f"{number_text(summary['bits_per_value'], 3)} bits per value, "
         print(
-            f"packed {name!r}: {kv.n_tokens} tokens, {model.n_layers} layers, "
-            f"{number_text(summary['bits_per_value'], 3)} bits per value, "
-            f"{size_text(summary['total_bytes'])} "
-            f"({number_text(summary['ratio_fp16'], 3)} times smaller than float16) "
+            f"packed {name!r}: {count_text(kv.n_tokens, 'token')}, "
+            f"{count_text(model.n_layers, 'layer')}, {rate if summary['n_values'] else ''}"
+            f"{size_text(summary['total_bytes'])} ({ratio_text(summary['ratio_fp16'])}) "
             f"in {summary['seconds']:.2f} s"
         )
     return 0
 
 
-def _rope_option(args: argparse.Namespace, kv: KvFile) -> Rope | None:
-    """Return the RoPE that the options state, or None to leave it to the file."""
-    style, scaling = args.rope_style, args.rope_scaling
-    if args.rope_theta is not None:
-        widths = {layer.k.head_dim for layer in kv.layers}
-        if args.rotary_dim is None and len(widths) > 1:
-            raise InvalidArgument("layers have different head_dim: give --rotary-dim or --inv-freq")
-        rotary_dim = args.rotary_dim or widths.pop()
-        return Rope.from_theta(
-            args.rope_theta, rotary_dim, style=style or "half", scaling=scaling or 1.0
-        )
-    if args.inv_freq is not None:
-        return rope_from(
-            _frequencies(args.inv_freq),
-            where="--inv-freq",
-            style=style or "half",
-            scaling=scaling or 1.0,
-        )
-    if style is None and scaling is None:
-        return None
-    stated = kv.rope()
-    if stated is None:
-        raise InvalidArgument(
-            f"{kv.file.path}: --rope-style and --rope-scaling need frequencies: "
-            "give --inv-freq or --rope-theta as well"
-        )
-    return Rope(stated.inv_freq, style=style or stated.style, scaling=scaling or stated.scaling)
-
-
-def _frequencies(option: str) -> object:
-    """Return the list of `--inv-freq`: inline JSON, or a file that holds it."""
-    if option.lstrip().startswith("["):
-        try:
-            return json.loads(option)
-        except (ValueError, RecursionError) as error:
-            raise InvalidArgument(f"--inv-freq: not valid JSON: {error}") from error
-    content = read_json(Path(option))
-    if isinstance(content, dict):
-        for key in ("rope_inv_freq_f32", "inv_freq"):
-            if key in content:
-                return content[key]
-        raise Corrupt(f"{option}: no rope_inv_freq_f32 and no inv_freq")
-    return content
-
-
-def _check_rope(args: argparse.Namespace, kv: KvFile, model: kvstore.Model) -> None:
-    if kv.k_state == "post" and kv.first_token():
-        raise InvalidArgument(
-            f"{kv.file.path}: K is after RoPE and starts at token {kv.first_token()}, but a "
-            "session starts at 0; unpack it with --k-state pre"
-        )
-    if has_rope(model):
+def _check_positions(args: argparse.Namespace, kv: KvFile) -> None:
+    """Refuse a part of a session, whose tokens would silently get other positions."""
+    first = kv.hints.first_token()
+    if not first:
         return
+    start = f"{kv.file.path}: starts at token {first}, but a session starts at 0"
     if kv.k_state == "post":
-        raise InvalidArgument(
-            f"{kv.file.path}: K is after RoPE and its frequencies are unknown; give --inv-freq or "
-            "--rope-theta, put rope_inv_freq_f32 into the metadata or a .json file beside the "
-            "input, or say --k-state pre if the model has no RoPE"
-        )
-    note(
-        "no RoPE frequencies known: K is kept as it is and cannot be read after RoPE "
-        "(--inv-freq or --rope-theta states them)",
-        quiet=args.quiet,
-    )
+        raise InvalidArgument(f"{start}, and K is after RoPE; unpack it with --k-state pre")
+    if not args.renumber:
+        raise InvalidArgument(f"{start}; --renumber packs it as tokens 0:{kv.n_tokens}")
+
+
+def _note_unused(kv: KvFile, *, quiet: bool) -> None:
+    names = kv.unused()
+    if names:
+        more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
+        note(f"not packed: {', '.join(names[:MAX_LISTED])}{more}", quiet=quiet)
 
 
 class _Job:
@@ -180,6 +149,10 @@ class _Job:
         except KvError as error:
             error.args = (str(error).replace(str(temporary), path),)
             raise
+        except OSError as error:
+            if str(error.filename) != str(temporary):
+                raise
+            raise OSError(error.errno, error.strerror, path) from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
         self.summary["archive"] = path
@@ -193,6 +166,7 @@ class _Job:
                     "gives another name"
                 )
             info = self._ingest(archive).info()
+        self._note_raw(info)
         self.summary = {
             "archive": path,
             "session": self._name,
@@ -213,9 +187,27 @@ class _Job:
                 model=self._model,
                 codec=self._codecs,
                 block_tokens=self._args.block_tokens,
+                fit_tokens=self._args.fit_tokens,
                 k_state=self._kv.k_state,
                 token_ids=self._token_ids,
                 metadata={"layers": [layer.number for layer in self._kv.layers]},
                 replace=self._args.replace,
                 progress=advance,
             )
+
+    def _note_raw(self, info: kvstore.SessionInfo) -> None:
+        """Say which streams are too short for the codec, which would be a surprise."""
+        fit = self._args.fit_tokens
+        counts = {s.layer: s.n_tokens - s.start_token for s in info.streams if s.n_values}
+        short = sorted(layer for layer, n in counts.items() if n < fit)
+        if self._args.codec == "raw" or not short:
+            return
+        listed = ", ".join(map(str, short[:MAX_LISTED]))
+        if info.n_tokens < fit:
+            what = f"{info.name!r} has {count_text(info.n_tokens, 'token')}, fewer"
+        elif len(short) == 1:
+            what = f"layer {listed} has fewer tokens"
+        else:
+            more = ", ..." if len(short) > MAX_LISTED else ""
+            what = f"layers {listed}{more} have fewer tokens"
+        note(f"{what} than --fit-tokens {fit}: kept uncompressed", quiet=self._args.quiet)

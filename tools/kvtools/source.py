@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy.typing as npt
-from kvcodecs.errors import Corrupt, InvalidArgument
+from kvcodecs.errors import InvalidArgument
 from kvcodecs.rope import Rope
 from kvcodecs.spec import Kind
 
 from kvstore import LayerSpec, Model
+from kvtools.hints import METADATA_KEY
 from kvtools.kvfile import KvFile, Stream
 
 #: Bytes of input in memory at a time; the encoder works on a few copies of it.
 CHUNK_BYTES = 1 << 20
-#: Key of the header's metadata under which `unpack` keeps what only we understand.
-METADATA_KEY = "kvstore"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +63,8 @@ def build_model(
     """Return the identity of the KV in a file.
 
     What is passed here wins over what `unpack` left in the file, that over the plain metadata,
-    and that over the sidecar.
+    and that over the sidecar. The dtype that `unpack` left is the model's, whatever the tensors
+    are written in.
 
     Raises
     ------
@@ -84,11 +83,15 @@ def build_model(
             )
     stored = _stored_model(kv)
     if stored is None:
+        if name is None:
+            name = kv.hints.text("model") or "unknown"
+        if revision is None:
+            revision = kv.hints.text("revision") or ""
         return Model(
-            name=name or kv.text_hint("model") or "unknown",
+            name=name,
             layers=layers,
-            rope=rope or kv.rope(),
-            revision=revision or kv.text_hint("revision") or "",
+            rope=rope or kv.hints.rope(),
+            revision=revision,
             dtype=dtype or kv.dtype("k", "v"),
         )
     shapes = [(layer.heads, layer.head_dim_k, layer.head_dim_v) for layer in stored.layers]
@@ -102,26 +105,20 @@ def build_model(
         )
     return replace(
         stored,
-        name=name or stored.name,
-        revision=revision or stored.revision,
-        dtype=dtype or kv.dtype("k", "v"),
+        name=stored.name if name is None else name,
+        revision=stored.revision if revision is None else revision,
+        dtype=dtype or stored.dtype,
     )
 
 
 def _stored_model(kv: KvFile) -> Model | None:
-    text = kv.file.metadata.get(METADATA_KEY)
-    if text is None:
-        return None
-    where = f"{kv.file.path}: metadata {METADATA_KEY!r}"
-    try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise Corrupt(f"{where} is not JSON: {error}") from error
-    if not isinstance(data, dict) or "model" not in data:
-        raise Corrupt(f"{where} has no model")
-    return Model.from_json(data["model"])
+    """Return the model that `unpack` left, without V where the file is read without."""
+    stored = kv.hints.stored
+    if stored is None or not kv.no_v:
+        return stored
+    return replace(stored, layers=tuple(replace(x, head_dim_v=None) for x in stored.layers))
 
 
 def has_rope(model: Model) -> bool:
-    """Whether K of every layer can be turned between before and after RoPE."""
-    return all(model.stream(i, "k").rope is not None for i in range(model.n_layers))
+    """Whether K of any layer differs before and after RoPE."""
+    return any(model.stream(i, "k").rope is not None for i in range(model.n_layers))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import sys
@@ -47,6 +48,12 @@ def show_pairs(pairs: Sequence[tuple[str, str]]) -> None:
     width = max((len(name) for name, _ in pairs), default=0)
     for name, value in pairs:
         print(f"{name.ljust(width)}  {value}".rstrip())
+
+
+def accept_any_text() -> None:
+    """Let stdout escape what its encoding lacks, as stderr does: a name must not be an error."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def show_json(value: object) -> None:
@@ -100,3 +107,18 @@ def number_text(value: float | None, digits: int = 4) -> str:
     if value is None or math.isnan(value):
         return "-"
     return f"{value:.{digits}g}"
+
+
+def count_text(n: int, noun: str, plural: str | None = None) -> str:
+    """Write a count such as ``"1 session"`` or ``"2 sessions"``."""
+    return f"{n} {noun if n == 1 else plural or noun + 's'}"
+
+
+def ratio_text(ratio: float) -> str:
+    """Say how a size compares with float16; `ratio` is float16's over it, NaN without values."""
+    if math.isnan(ratio):
+        return "no values"
+    number = number_text(max(ratio, 1 / ratio), 3)
+    if number == "1":
+        return "as large as float16"
+    return f"{number} times {'smaller' if ratio > 1 else 'larger'} than float16"

@@ -1,7 +1,7 @@
 """`kvstore unpack`: a session, or a part of it, to a safetensors file.
 
-The file appears complete or not at all, and can be packed again as it is: what tensors cannot say
-is in the header's metadata.
+The file appears complete or not at all, and can be packed again: what tensors cannot say is in the
+header's metadata.
 """
 
 from __future__ import annotations
@@ -18,51 +18,50 @@ from kvcodecs.spec import Kind, float_dtype
 
 import kvstore
 from kvstore import Model
-from kvtools.source import METADATA_KEY, has_rope
+from kvtools.hints import METADATA_KEY
+from kvtools.source import has_rope
 from kvtools.tensorfile import TensorWriter
-from kvtools.terminal import progress, show_json, size_text
+from kvtools.terminal import count_text, progress, show_json, size_text
 
 #: Tokens of one stream in memory at a time.
 PIECE_TOKENS = 8192
 
 Shapes = dict[str, tuple[npt.DTypeLike, tuple[int, ...]]]
+#: Tokens of each stream, by layer (as it counts in the file) and kind.
+Spans = dict[tuple[int, Kind], tuple[int, int]]
 
 
 def run_unpack(args: argparse.Namespace) -> int:
     """Write one file; an existing one is replaced only with ``--force``."""
     with kvstore.open(args.archive) as archive:
-        name = args.session or only_session(archive)
+        name = only_session(archive) if args.session is None else args.session
         session = archive.session(name)
-        layers = _chosen_layers(args.layers, session.model, f"{args.archive}: session {name!r}")
-        numbers = layer_numbers(session)
-        start, stop = args.range
-        stop = session.n_committed if stop is None else stop
-        if stop > session.n_committed or start > stop:
-            raise InvalidArgument(
-                f"{args.archive}: session {name!r} has tokens 0:{session.n_committed}, "
-                f"not {start}:{stop}"
-            )
+        where = f"{args.archive}: session {name!r}"
+        layers = _chosen_layers(args.layers, session.model, where)
+        numbers = [layer_numbers(session)[i] for i in layers]
         model = replace(session.model, layers=tuple(session.model.layers[i] for i in layers))
+        spans = _spans(session, model, layers, args.range, where)
+        start, stop = min(first for first, _ in spans.values()), max(s for _, s in spans.values())
         if args.k_state == "post" and not has_rope(model):
             raise InvalidArgument(
-                f"{args.archive}: session {name!r} has no RoPE frequencies: only --k-state pre"
+                f"{where}: no RoPE is known for these layers, so that K is only had as it was "
+                "packed: --k-state pre"
             )
         dtype = float_dtype(args.dtype or model.dtype or "float32")
-        token_ids = session.token_ids()
-        layout = _Layout(model, [numbers[i] for i in layers], args.k_state, stop - start, dtype)
+        layout = _Layout(model, numbers, args.k_state, spans, dtype)
         shapes = layout.shapes()
+        token_ids = session.token_ids(start, stop)
         if token_ids is not None:
-            token_ids = token_ids[start:stop]
             shapes["token_ids"] = (_id_dtype(token_ids), token_ids.shape)
-        metadata = _metadata(model, name, start, [numbers[i] for i in layers])
+        metadata = _metadata(model, name, start, numbers)
         with TensorWriter(args.output, shapes, metadata, overwrite=args.force) as writer:
             if token_ids is not None:
                 writer.array("token_ids")[...] = token_ids
-            pieces = list(_pieces(start, stop))
-            todo = [(*stream, *piece) for stream in model.streams() for piece in pieces]
+            todo = [(*stream, *piece) for stream in spans for piece in _pieces(*spans[stream])]
             with progress("unpack", quiet=args.quiet or args.json) as advance:
                 for done, (index, kind, first, last) in enumerate(todo):
-                    view = layout.view(writer, index, kind)[:, first - start : last - start]
+                    begin = spans[index, kind][0]
+                    view = layout.view(writer, index, kind)[:, first - begin : last - begin]
                     session.read(
                         layers[index], kind, first, last, args.k_state, dtype.name, out=view
                     )
@@ -74,10 +73,44 @@ def run_unpack(args: argparse.Namespace) -> int:
     elif not args.quiet:
         n_bytes = writer.path.stat().st_size
         print(
-            f"unpacked {name!r}: tokens {start}:{stop}, {len(layers)} layers, {dtype.name}, "
-            f"{size_text(n_bytes)}"
+            f"unpacked {name!r}: tokens {start}:{stop}, {count_text(len(layers), 'layer')}, "
+            f"{dtype.name}, {size_text(n_bytes)}"
         )
     return 0
+
+
+def _spans(
+    session: kvstore.Session,
+    model: Model,
+    layers: list[int],
+    wanted: tuple[int, int | None] | None,
+    where: str,
+) -> Spans:
+    """Return the tokens of each stream: those asked for, or all that it has.
+
+    Raises
+    ------
+    InvalidArgument
+        The session, or one of the layers, does not have the tokens asked for.
+    """
+    n_tokens = session.n_committed
+    spans: Spans = {}
+    for index, kind in model.streams():
+        first = session.start_token(layers[index], kind)
+        if wanted is None:
+            spans[index, kind] = first, n_tokens
+            continue
+        start, stop = wanted[0], n_tokens if wanted[1] is None else wanted[1]
+        if stop > n_tokens or start > stop:
+            raise InvalidArgument(f"{where} has tokens 0:{n_tokens}, not {start}:{stop}")
+        if start < min(first, stop):
+            raise InvalidArgument(
+                f"{where} layer {layers[index]} has a window and starts at token {first}; start "
+                "--range there, choose other --layers, or leave out --range for all that each "
+                "layer has"
+            )
+        spans[index, kind] = start, stop
+    return spans
 
 
 class _Layout:
@@ -88,19 +121,19 @@ class _Layout:
         model: Model,
         numbers: list[int],
         k_state: str,
-        n_tokens: int,
+        spans: Spans,
         dtype: np.dtype[np.generic],
     ) -> None:
-        self._model, self._numbers, self._n_tokens, self._dtype = model, numbers, n_tokens, dtype
+        self._model, self._numbers, self._spans, self._dtype = model, numbers, spans, dtype
         self._names = {"k": "k_pre" if k_state == "pre" else "k", "v": "v"}
         geometry = {(layer.heads, layer.head_dim_k, layer.head_dim_v) for layer in model.layers}
-        self._stacked = len(geometry) == 1
+        self._stacked = len(geometry) == 1 and len(set(spans.values())) == 1
 
     def shapes(self) -> Shapes:
         shapes: Shapes = {}
-        for index, kind in self._model.streams():
+        for (index, kind), (start, stop) in self._spans.items():
             spec = self._model.stream(index, kind)
-            one = (spec.heads, self._n_tokens, spec.head_dim)
+            one = (spec.heads, stop - start, spec.head_dim)
             shape = (self._model.n_layers, *one) if self._stacked else one
             shapes[self._name(index, kind)] = (self._dtype, shape)
         return shapes

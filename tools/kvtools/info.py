@@ -1,0 +1,232 @@
+"""`kvstore info`: identity, geometry, sizes and recorded errors of sessions, without decoding."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import kvstore
+from kvstore import Model, SessionInfo, StreamInfo
+from kvtools.terminal import (
+    count_text,
+    number_text,
+    ratio_text,
+    show_json,
+    show_pairs,
+    show_table,
+    size_text,
+)
+
+#: Characters of a session's metadata that `info` shows; ``--json`` shows all of it.
+MAX_METADATA = 500
+#: What errors and bounds refer to, for K that was given after RoPE.
+CODED_DOMAIN = "in the coded domain, K before RoPE"
+
+
+def run_info(args: argparse.Namespace) -> int:
+    """Describe an archive and its sessions from records and frame headers."""
+    with kvstore.open(args.archive) as archive:
+        about = archive.info()
+        if args.session is None:
+            sessions = archive.sessions()
+        else:
+            sessions = [archive.session(args.session).info()]
+    if args.json:
+        show_json(
+            {
+                "path": about.path,
+                "backend": about.backend,
+                "writer": about.writer,
+                "created": about.created,
+                "n_sessions": about.n_sessions,
+                "file_bytes": about.file_bytes,
+                "free_bytes": about.free_bytes,
+                "frame_bytes": about.frame_bytes,
+                "file_bytes_over_frame_bytes": about.overhead,
+                "sessions": [_details(info, layers=args.layers) for info in sessions],
+            }
+        )
+        return 0
+    show_pairs(
+        [
+            ("archive", about.path),
+            ("backend", about.backend),
+            ("sessions", str(about.n_sessions)),
+            ("file", f"{size_text(about.file_bytes)}, {size_text(about.free_bytes)} of it free"),
+            ("frames", size_text(about.frame_bytes)),
+            ("file / frames", number_text(about.overhead)),
+        ]
+    )
+    for info in sessions:
+        print()
+        _show_session(info, layers=args.layers)
+    return 0
+
+
+def session_summary(info: SessionInfo) -> dict[str, Any]:
+    """Return what `ls` tells of a session, for JSON."""
+    return {
+        "name": info.name,
+        "model": info.model.name,
+        "n_layers": info.model.n_layers,
+        "n_tokens": info.n_tokens,
+        "n_values": info.n_values,
+        "total_bytes": info.total_bytes,
+        "bits_per_value": info.bits_per_value,
+        "ratio_fp16": info.ratio_fp16,
+    }
+
+
+def _details(info: SessionInfo, *, layers: bool) -> dict[str, Any]:
+    details = {
+        **session_summary(info),
+        "identity": info.model.to_json(),
+        "k_state": info.k_state,
+        "has_token_ids": info.has_token_ids,
+        "codecs": {kind: dict(config) for kind, config in info.codecs.items()},
+        "created": info.created,
+        "metadata": dict(info.metadata),
+        "n_frames": info.n_frames,
+        "frame_bytes": info.frame_bytes,
+        "payload_bytes": info.payload_bytes,
+        "header_bytes": info.header_bytes,
+        "record_bytes": info.record_bytes,
+        "max_error": info.error.max_error,
+        "rms_error": info.error.rms,
+        "largest_error_over_bound": _error_over_bound(info),
+    }
+    if layers:
+        details["layers"] = [_stream_details(stream) for stream in info.streams]
+    return details
+
+
+def _stream_details(stream: StreamInfo) -> dict[str, Any]:
+    return {
+        "layer": stream.layer,
+        "kind": stream.kind,
+        "heads": stream.heads,
+        "head_dim": stream.head_dim,
+        "codec": stream.codec,
+        "step": stream.step,
+        "bound": _bound(stream),
+        "max_error": stream.error.max_error,
+        "rms_error": stream.error.rms,
+        "start_token": stream.start_token,
+        "n_head_tokens": stream.n_head_tokens,
+        "block_tokens": stream.block_tokens,
+        "n_frames": stream.n_frames,
+        "n_values": stream.n_values,
+        "total_bytes": stream.total_bytes,
+        "bits_per_value": stream.bits_per_value,
+    }
+
+
+def _show_session(info: SessionInfo, *, layers: bool) -> None:
+    model = info.model
+    error = info.error
+    pairs = [
+        ("session", info.name),
+        ("model", f"{model.name} {model.revision}".strip()),
+        ("layers", f"{model.n_layers}: {_geometry(info)}"),
+        ("rope", _rope_text(model)),
+        ("dtype", model.dtype or "float32"),
+        ("tokens", f"{info.n_tokens}{', with ids' if info.has_token_ids else ''}"),
+        ("K given", f"{'after' if info.k_state == 'post' else 'before'} RoPE ({info.k_state})"),
+        ("codec", _codec_text(info)),
+        ("bits/value", number_text(info.bits_per_value)),
+        ("ratio", ratio_text(info.ratio_fp16)),
+        ("size", f"{size_text(info.total_bytes)} in {count_text(info.n_frames, 'frame')}"),
+        ("max error", f"{number_text(error.max_error)}, {_bound_text(info)}"),
+        ("RMS error", number_text(error.rms)),
+        ("created", _date_text(info.created)),
+    ]
+    if info.metadata:
+        text = json.dumps(dict(info.metadata), ensure_ascii=False)
+        cut = "... (--json shows all)" if len(text) > MAX_METADATA else ""
+        pairs.append(("metadata", text[:MAX_METADATA] + cut))
+    show_pairs(pairs)
+    if layers:
+        print()
+        rows = [
+            (
+                f"{stream.layer} {stream.kind}",
+                f"{stream.heads} x {stream.head_dim}",
+                f"{stream.block_tokens}",
+                f"{stream.n_frames}",
+                number_text(stream.bits_per_value, 4),
+                number_text(stream.error.max_error),
+                number_text(_bound(stream)),
+                number_text(stream.error.rms),
+            )
+            for stream in info.streams
+        ]
+        columns = ("layer", "heads x dim", "block", "frames", "bits/value", "max error")
+        title = f"errors and bounds: {CODED_DOMAIN}" if info.k_state == "post" else ""
+        show_table(title, (*columns, "bound", "RMS error"), rows)
+
+
+def _bound(stream: StreamInfo) -> float | None:
+    """Largest error the codec allows in the coded domain; 0 when lossless, None when unknown."""
+    if stream.step is not None:
+        return stream.step / 2
+    return 0.0 if stream.error.max_error == 0 else None
+
+
+def _error_over_bound(info: SessionInfo) -> float | None:
+    """Largest ratio of measured error to bound over all streams; None without a bound."""
+    ratios = [
+        stream.error.max_error / bound
+        for stream in info.streams
+        if (bound := _bound(stream)) and stream.error.is_known
+    ]
+    return max(ratios, default=None)
+
+
+def _bound_text(info: SessionInfo) -> str:
+    ratio = _error_over_bound(info)
+    if ratio is None:
+        return "bit exact" if info.error.max_error == 0 else "no bound recorded"
+    text = f"at most {ratio:.4f} of each stream's bound"
+    return f"{text} ({CODED_DOMAIN})" if info.k_state == "post" else text
+
+
+def _rope_text(model: Model) -> str:
+    ropes = [model.stream(layer, "k").rope for layer in range(model.n_layers)]
+    known = {rope for rope in ropes if rope is not None}
+    if not known:
+        return "unknown"
+    rope = known.pop()
+    text = f"{rope.n_pairs} pairs, {rope.style}, scaling {rope.scaling:g}"
+    if known:
+        text = f"{len(known) + 1} different ones"
+    without = ropes.count(None)
+    return text + (f"; {count_text(without, 'layer')} without" if without else "")
+
+
+def _date_text(seconds: int) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds)) if seconds else "unknown"
+
+
+def _geometry(info: SessionInfo) -> str:
+    shapes = {
+        f"{layer.heads} heads x {layer.head_dim_k}"
+        + ("" if layer.head_dim_v == layer.head_dim_k else f" (V: {layer.head_dim_v or 'none'})")
+        for layer in info.model.layers
+    }
+    return shapes.pop() if len(shapes) == 1 else f"{len(shapes)} geometries"
+
+
+def _codec_text(info: SessionInfo) -> str:
+    texts = {kind: codec_text(config) for kind, config in info.codecs.items()}
+    if len(set(texts.values())) == 1:
+        return texts["k"]
+    return "; ".join(f"{kind}: {text}" for kind, text in texts.items())
+
+
+def codec_text(config: Mapping[str, object]) -> str:
+    """Write a codec's configuration such as ``"tkv1 rel_step=0.25 sink=4"``."""
+    options = {k: v for k, v in config.items() if k != "codec" and v is not None}
+    return " ".join([str(config["codec"]), *(f"{k}={v}" for k, v in options.items())])
