@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from kvcodecs.errors import Corrupt
 from kvtools import bench, cli
-from kvtools.bench import rows
+from kvtools.bench import processes, rows
 from kvtools.bench.codec import check_bound, decode_all, encode_all
 from kvtools.sample import load_sample
+from kvtools.tensorfile import TensorWriter
 
 import kvstore
 
@@ -43,7 +44,8 @@ def test_cheap_groups(capsys, tmp_path):
     payload = found["file", "payloads", "bits per value"]
     everything = found["file", "everything", "bits per value"]
     assert 2 < payload < everything < found["file", "file", "bits per value"]
-    assert found["append", "bytes written", "kB"] > 0
+    assert found["append", "bytes written", "kB per commit"] > 0
+    assert report["context"]["codec"].startswith("tkv1 rel_step=0.25 ")
     with path.open(newline="") as file:
         written = list(csv.DictReader(file))
     assert len(written) == len(report["rows"])
@@ -84,6 +86,40 @@ def test_medians(monkeypatch):
     calls = []
     assert rows.interleaved_seconds([lambda: calls.append(1), lambda: calls.append(2)], 2) == [1, 7]
     assert calls == [1, 2] * 3
+
+
+def test_growth_is_never_negative():
+    assert processes._growth(1000, 3000, 48_000) == 2.0
+    assert processes._growth(1000, 1001, 1_000_000) == 0
+    assert processes._growth(2000, 1000) == 0
+
+
+def test_input_that_does_not_fit(capsys, tmp_path):
+    values = np.zeros((2, 2, 7, 4), np.float16)
+    layers = (kvstore.LayerSpec(2, 4, 4), kvstore.LayerSpec(2, 4, 4, window=3))
+    model = kvstore.Model("m", layers)
+    windowed = {f"layers.{i}.{name}": values[i] for i in range(2) for name in ("k_pre", "v")}
+    windowed["layers.1.v"] = values[1][:, 4:]
+    for name, arrays, words in (
+        ("no_v", {"k_pre": values}, ["no V for layers [0, 1]", "benchmark"]),
+        ("window", windowed, ["layer 1 has 3 tokens", "others have 7"]),
+    ):
+        path = tmp_path / f"{name}.safetensors"
+        shapes = {key: (a.dtype, a.shape) for key, a in arrays.items()}
+        with TensorWriter(path, shapes, {"kvstore": json.dumps({"model": model.to_json()})}) as w:
+            for key, a in arrays.items():
+                w.array(key)[...] = a
+        assert cli.main(["bench", "--data", str(path), "--only", "codec"]) == 1
+        err = capsys.readouterr().err
+        assert "--no-v" not in err
+        for word in words:
+            assert word in err
+
+
+def test_csv_takes_any_name(tmp_path):
+    path = tmp_path / "rows.csv"
+    rows.write_csv(str(path), [rows.Row("g", "n", 1.0, "u")], {"data": "caf\xe9 \udcff"})
+    assert "caf\xe9 \\udcff" in path.read_text(encoding="utf-8")
 
 
 def test_csv_needs_its_folder(capsys, tmp_path):

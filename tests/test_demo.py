@@ -41,8 +41,12 @@ def test_demo(capsys):
     assert cli.main(["demo"]) == 0
     out, err = capsys.readouterr()
     assert err == ""
-    for word in ("bits per value", "max error / bound", "8 of 24", "survives kill -9"):
+    for word in ("bits per value", "max error / bound", "8 of 24", "times smaller than float16"):
         assert word in out
+    assert (
+        "survives kill -9: the 645 committed tokens are there, the 100 appended after the commit "
+        "are not\n"
+    ) in out
     assert "FAILED" not in out
 
 
@@ -68,6 +72,16 @@ def test_demo_fails_if_values_are_wrong(capsys, monkeypatch):
     assert cli.main(["demo"]) == 1
     out = capsys.readouterr().out
     assert "FAILED error within step/2" in out
+
+
+def test_demo_notices_what_was_not_committed(capsys, monkeypatch):
+    real = kvstore.Session.n_committed
+    monkeypatch.setattr(
+        kvstore.Session, "n_committed", property(lambda self: real.fget(self) + 100)
+    )
+    assert cli.main(["demo"]) == 1
+    out = capsys.readouterr().out
+    assert "FAILED survives kill -9: 745 tokens are there, with their ids; 645 were comm" in out
 
 
 @pytest.mark.parametrize("code", ["pass", "raise SystemExit(3)"])

@@ -28,7 +28,7 @@ from kvcodecs.spec import KState
 
 import kvstore
 from kvtools.sample import Sample, load_sample
-from kvtools.terminal import number_text, show_json, show_table
+from kvtools.terminal import number_text, ratio_text, show_json, show_table
 
 SESSION = "demo/prose"
 REL_STEP = 0.25
@@ -128,13 +128,15 @@ def _read_and_check(path: str, sample: Sample) -> tuple[list[Check], dict[str, A
         info = session.info()
         ids = session.token_ids()
         same_ids = ids is not None and np.array_equal(ids, sample.token_ids)
-        checks = [
-            Check(
-                "survives kill -9",
-                session.n_committed == sample.n_tokens and same_ids,
-                f"{session.n_committed} of {sample.n_tokens} tokens committed, and no more",
-            )
-        ]
+        survives = session.n_committed == sample.n_tokens and same_ids
+        detail = (
+            f"the {sample.n_tokens} committed tokens are there, the {UNCOMMITTED} appended after "
+            "the commit are not"
+            if survives
+            else f"{session.n_committed} tokens are there, with "
+            f"{'their' if same_ids else 'other'} ids; {sample.n_tokens} were committed"
+        )
+        checks = [Check("survives kill -9", survives, detail)]
         pre = session.read_all(k_state="pre", dtype="float32")
         worst = _worst_over_bound(info, sample, (0, sample.n_tokens), pre, "pre")
         n_compared = sum(x.size for x in (*pre[0], *pre[1]) if x is not None)
@@ -239,7 +241,7 @@ def _show(sample: Sample, checks: list[Check], numbers: dict[str, Any]) -> None:
         ("", "value"),
         [
             ("bits per value, every byte", f"{numbers['bits_per_value']:.3f}"),
-            ("times smaller than float16", f"{numbers['ratio_fp16']:.2f}"),
+            ("size", ratio_text(numbers["ratio_fp16"])),
             ("max error / bound (step/2)", f"{numbers['max_error_over_bound']:.4f}"),
             (
                 f"blocks read for tokens {RANGE[0]}:{RANGE[1]}",

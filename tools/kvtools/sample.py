@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from kvcodecs.errors import InvalidArgument
+from kvcodecs.errors import InvalidArgument, NotFound
 
 from kvstore import Model
 from kvtools.kvfile import KvFile
@@ -68,8 +68,10 @@ def load_sample(path: str | None = None) -> Sample:
 
     Raises
     ------
+    NotFound
+        A layer has no K or no V.
     InvalidArgument
-        The file has no V or has K after RoPE.
+        K is after RoPE, or a layer has fewer tokens than others.
     """
     if path is not None:
         return _load(path, path)
@@ -82,10 +84,17 @@ def _load(path: str, label: str) -> Sample:
         kv = KvFile(file)
         if kv.k_state != "pre":
             raise InvalidArgument(f"{path}: K is after RoPE; a tensor k_pre is needed here")
+        kv.require_v("a benchmark needs K and V of every layer")
         k, v = [], []
         for layer in kv.layers:
             if layer.v is None:
-                raise InvalidArgument(f"{path}: layer {layer.number} has no V")
+                raise NotFound(f"{path}: layer {layer.number} has no V, which is needed here")
+            for stream in (layer.k, layer.v):
+                if stream.tokens != kv.n_tokens:
+                    raise InvalidArgument(
+                        f"{path}: layer {layer.number} has {stream.tokens} tokens, others have "
+                        f"{kv.n_tokens}; all of them are needed here"
+                    )
             k.append(kv.read(layer.k, 0, kv.n_tokens))
             v.append(kv.read(layer.v, 0, kv.n_tokens))
         ids = kv.token_ids()

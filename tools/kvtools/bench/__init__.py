@@ -15,6 +15,7 @@ from kvcodecs.codec import CodecConfig
 from kvcodecs.errors import InvalidArgument
 
 from kvtools.bench.rows import Row, environment, write_csv
+from kvtools.info import codec_text
 from kvtools.pack import POLICIES, codec_config
 from kvtools.sample import Sample, load_sample
 from kvtools.terminal import number_text, progress, show_json, show_table
@@ -43,7 +44,7 @@ def run_bench(args: argparse.Namespace) -> int:
                 rows += GROUPS[name](args, config, sample, Path(folder))
     context = {
         "data": sample.label,
-        "codec": " ".join(f"{k}={v}" for k, v in config.to_json().items() if v is not None),
+        "codec": codec_text(config.to_json()),
         "reps": str(args.reps),
         **environment(),
     }

@@ -52,7 +52,7 @@ def measure_file(config: CodecConfig, sample: Sample, folder: Path, reps: int) -
         Row("file", "frames, headers, records", 100 * overhead, "% of payloads"),
         Row("file", "file", 8 * about.file_bytes / n_values, "bits per value"),
         Row("file", "file / frames", about.overhead, "ratio"),
-        Row("file", "smaller than float16", info.ratio_fp16, "ratio"),
+        Row("file", "float16 / everything", info.ratio_fp16, "ratio"),
         Row("file", "max error", info.error.max_error, "", "coded domain"),
         Row("file", "RMS error", info.error.rms, "", "coded domain"),
         Row("file", "create, append, commit", n_values / write_seconds / 1e6, "Mvalues/s"),
@@ -186,7 +186,13 @@ def measure_append(config: CodecConfig, sample: Sample, folder: Path) -> list[Ro
     growth = (after.file_bytes - before.file_bytes) / APPENDS
     return [
         Row("append", "append and commit one token", 1e3 * statistics.median(seconds), "ms", note),
-        Row("append", "bytes written", statistics.median(written) / 1e3, "kB", "handed to write()"),
+        Row(
+            "append",
+            "bytes written",
+            statistics.median(written) / 1e3,
+            "kB per commit",
+            "handed to write()",
+        ),
         Row("append", "file growth", growth / 1e3, "kB per commit", note),
         Row(
             "append",

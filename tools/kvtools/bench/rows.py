@@ -96,7 +96,8 @@ def _cpu_name() -> str:
 
 def write_csv(path: str, rows: Sequence[Row], context: dict[str, str]) -> None:
     """Write one line per row, each with the whole `context`."""
-    with open(path, "w", newline="") as file:
+    # A file's name may be no text; its bytes are no reason to lose the numbers.
+    with open(path, "w", newline="", encoding="utf-8", errors="backslashreplace") as file:
         writer = csv.writer(file)
         writer.writerow(["group", "name", "value", "unit", "note", *context])
         for row in rows:
