@@ -21,7 +21,7 @@ from .backend import Backend, Lease, Mode, Snapshot, open_backend
 from .catalog import Catalog, begin, delete_owned
 from .identity import Model, check_identity, check_metadata, check_model
 from .info import ArchiveInfo, SessionInfo, session_info
-from .layout import check_configs, new_layout
+from .layout import check_configs, check_fit_tokens, new_layout
 from .reader import Reader
 from .records import SessionRecord
 from .session import Session
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
     from .ingest import Source
     from .verify import Report
-
-MAX_FIT_TOKENS = 1 << 16
 
 
 def open(
@@ -140,8 +138,7 @@ class Archive:
             See `Session.commit`.
         """
         keys.check_name(name)
-        if not isinstance(fit_tokens, int) or not 1 <= fit_tokens <= MAX_FIT_TOKENS:
-            raise InvalidArgument(f"fit_tokens {fit_tokens!r}: 1 to {MAX_FIT_TOKENS}")
+        check_fit_tokens(fit_tokens)
         metadata = check_metadata(metadata)
         check_model(model)
         headers: dict[bytes, bytes] = {}

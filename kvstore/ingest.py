@@ -25,7 +25,7 @@ from kvcodecs.tensor import check_tensor
 from . import keys
 from .catalog import delete_owned
 from .identity import Model, check_metadata, check_model
-from .layout import make_streams, new_layout
+from .layout import check_fit_tokens, make_streams, new_layout
 from .records import SessionRecord, StreamName
 from .session import Session
 from .stream import Prepared, Put, StreamWriter
@@ -98,6 +98,7 @@ def ingest(
     where = f"{archive.path}: session {name!r}"
     metadata = check_metadata(metadata)
     check_model(model)
+    check_fit_tokens(fit_tokens)
     counts = {stream: source.n_tokens(*stream) for stream in model.streams()}
     n_tokens = max(counts.values())
     for (layer, kind), n in counts.items():

@@ -19,6 +19,7 @@ _FRAME_BYTES: Final = 32768
 _BITS_PER_VALUE: Final = 2.5
 _MIN_BLOCK: Final = 128
 _MAX_BLOCK: Final = 1024
+MAX_FIT_TOKENS: Final = 1 << 16
 
 
 def auto_block_tokens(spec: StreamSpec) -> int:
@@ -83,3 +84,9 @@ def make_streams(record: SessionRecord, model: Model, where: str) -> dict[Stream
         )
         for layer, kind in model.streams()
     }
+
+
+def check_fit_tokens(fit_tokens: object) -> None:
+    """Raise `InvalidArgument` unless it is an integer from 1 to 65536."""
+    if type(fit_tokens) is not int or not 1 <= fit_tokens <= MAX_FIT_TOKENS:
+        raise InvalidArgument(f"fit_tokens {fit_tokens!r}: 1 to {MAX_FIT_TOKENS}")

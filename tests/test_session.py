@@ -633,6 +633,15 @@ def test_ingest_replaces_a_session_whole(place):
                 lease.lease(session._reader.owner, "s")
 
 
+@pytest.mark.parametrize("fit_tokens", [0, -5, True, 2.5, "x", 1 << 20])
+def test_fit_tokens_are_checked(archive, fit_tokens):
+    with pytest.raises(InvalidArgument, match="fit_tokens"):
+        archive.create_session("s", model=MODEL, fit_tokens=fit_tokens)
+    with pytest.raises(InvalidArgument, match="fit_tokens"):
+        archive.ingest("s", Tensors(*tensors(9)), model=MODEL, fit_tokens=fit_tokens)
+    assert archive.names() == []
+
+
 def test_reads_count_the_frames_they_decode(archive):
     k, v = tensors(200)
     session = archive.create_session("s", model=MODEL, block_tokens=32, fit_tokens=32)
