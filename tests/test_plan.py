@@ -20,12 +20,12 @@ DTYPES = [np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat1
 class Stream:
     """A coded stream of a few blocks."""
 
-    def __init__(self, spec, n_tokens, config, block=32, seed=0):
+    def __init__(self, spec, n_tokens, config, block=32, seed=0, scale=1.0):
         rng = np.random.default_rng(seed)
-        x = rng.standard_normal((spec.heads, n_tokens, spec.head_dim))
-        self.x = (x * rng.uniform(0.1, 4, spec.head_dim) + rng.normal(0, 3, spec.head_dim)).astype(
-            np.float32
-        )
+        x = scale * rng.standard_normal((spec.heads, n_tokens, spec.head_dim))
+        self.x = (
+            x * rng.uniform(0.1, 4, spec.head_dim) + scale * rng.normal(0, 3, spec.head_dim)
+        ).astype(np.float32)
         self.spec, self.codec = spec, codec_for(config)
         coded = to_coded(self.x, spec)
         self.params = self.codec.fit(config, spec, lambda: [coded])
@@ -311,3 +311,62 @@ def test_no_table_reads_outside_its_buffers():
                 assert "plan: lane 1" in str(error)  # noqa: PT017
                 refused += 1
     assert refused > 30
+
+
+def test_k_that_overflows_float32_when_rotated_raises():
+    rope = ROPES["half"]
+    spec = StreamSpec("k", 1, 16, rope)
+    x = np.full((1, 64, 16), 3e38, np.float32)
+    stream = Stream.__new__(Stream)
+    stream.spec, stream.codec, stream.params = spec, codec_for(Raw()), None
+    stream.params = stream.codec.fit(Raw(), spec, lambda: [x])
+    encoder = stream.codec.encoder(stream.params, 0)
+    encoder.push(x)
+    stream.blocks = [(0, 64, encoder.payload())]
+    np.testing.assert_array_equal(stream.decode(0, 64), x)
+    with pytest.raises(InvalidArgument, match="overflows float32 when it is rotated"):
+        stream.decode(0, 64, rope=rope.table(0, 64))
+    stream = Stream(StreamSpec("k", 1, 16, rope), 64, TKV1(step=2.5e32), scale=5e36)
+    stream.decode(0, 64)
+    loud = Rope.from_theta(1e4, 16, scaling=100.0)
+    with pytest.raises(InvalidArgument, match="overflows float32 when it is rotated"):
+        stream.decode(0, 64, rope=loud.table(0, 64))
+
+
+@pytest.mark.parametrize("n_threads", [-1, 1.5, "2", 1 << 20])
+def test_numbers_of_threads_are_checked(n_threads):
+    with pytest.raises(InvalidArgument, match="n_threads"):
+        Stream(StreamSpec("v", 1, 16), 32, TKV1()).decode(0, 32, n_threads=n_threads)
+
+
+def test_the_core_checks_what_it_is_given():
+    """Python callers check as well; a mistake of theirs must not reach memory."""
+    statistics = _core.Statistics(2, 4)
+    x = np.zeros((2, 3, 4), np.float32)
+    for wrong in (x[:1], x[..., :2], np.zeros((1, 1, 2), np.float32)):
+        with pytest.raises(InvalidArgument, match="statistics"):
+            statistics.add_mean(np.ascontiguousarray(wrong))
+    with pytest.raises(InvalidArgument, match="finish_mean comes first"):
+        statistics.add_moments(x)
+    with pytest.raises(InvalidArgument, match="finish_mean comes first"):
+        statistics.finish(1.0, 1.0, True, True)
+    statistics.finish_mean()
+    with pytest.raises(InvalidArgument, match="the mean is finished"):
+        statistics.add_mean(x)
+    for sizes in ((0, 4), (1 << 20, 1 << 20)):
+        with pytest.raises(InvalidArgument, match="size"):
+            _core.Statistics(*sizes)
+    channels = (np.zeros(8, np.int64), np.zeros(8, np.uint8), np.zeros(8, np.uint8))
+    with pytest.raises(MemoryError):
+        _core.stream_decode(prior_table(), 2, 4, 1.0, 0, 1, *channels, 0, 2**63, b"")
+    zero = np.zeros(7056, np.uint32)
+    with pytest.raises(InvalidArgument, match="prior table"):
+        _core.stream_decode(zero, 2, 4, 1.0, 0, 1, *channels, 0, 1, b"")
+    mean, rho, cls = channels
+    with pytest.raises(InvalidArgument, match="prior table"):
+        _core.block_encoder(zero, 2, 4, 4, 1.0, 0, 1, 0, mean.astype(np.int32), rho, cls)
+    memory = bytearray(b"x" * 10000)
+    for view in (memory, memoryview(memory), np.zeros(10000, np.uint8)):
+        with pytest.raises(InvalidArgument, match="release_pages"):
+            _core.release_pages(view)
+    assert memory == b"x" * 10000

@@ -287,3 +287,38 @@ def test_unknown_codecs_are_unsupported():
         config_from_json({"codec": "tkv1", "step": -1})
     with pytest.raises(InvalidArgument, match="TKV1"):
         codec_for("tkv1")
+
+
+@pytest.mark.parametrize(
+    ("max_error", "sink_div", "low", "high"),
+    [(1e-3, 16, 400, 900), (1e-5, 16, 4, 9), (1e-5, 1, 40, 80), (0.5, 16, -1, 1)],
+)
+def test_max_error_holds_after_float32_has_rounded(max_error, sink_div, low, high):
+    """Beyond 2^16 units integer times unit is not exact in float32 any more."""
+    rng = np.random.default_rng(0)
+    x = rng.uniform(low, high, (2, 400, 8)).astype(np.float32)
+    params = fit(x, TKV1(max_error=max_error, sink=0, sink_div=sink_div))
+    y = decode(params, encode(params, x).payload(), 400)
+    error = np.abs(x.astype(np.float64) - y).max()
+    assert 0.6 * max_error < error <= max_error
+
+
+def test_a_bound_below_the_resolution_of_float32_is_refused():
+    x = np.full((2, 150, 8), 1e6, np.float32)
+    with pytest.raises(InvalidArgument, match="float32 resolves"):
+        fit(x, TKV1(max_error=0.05))
+
+
+@pytest.mark.parametrize("step", [np.float32(0.25), np.float64(0.25), 1])
+def test_numbers_of_numpy_are_numbers(step):
+    config = TKV1(step=step)
+    assert type(config.step) is float
+    assert config_from_json(config.to_json()) == config
+
+
+@pytest.mark.parametrize(
+    "fields", [{"step": 10**400}, {"step": True}, {"ar": "yes"}, {"sink": True}, {"sink_div": 2.5}]
+)
+def test_fields_of_wrong_types(fields):
+    with pytest.raises(InvalidArgument):
+        TKV1(**fields)

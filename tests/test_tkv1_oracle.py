@@ -467,6 +467,43 @@ def test_no_header_asks_for_any_amount_of_memory(tokens):
         TkvFile.parse(header(block=2**20 + 1))
 
 
+@pytest.mark.parametrize("mu", [2**24, -(2**24), 2**63 - 1, -(2**63)])
+@pytest.mark.parametrize("flags", [0x0C, 0x04], ids=["lane", "stream"])
+def test_means_beyond_2_to_the_24_are_corrupt(mu, flags):
+    with pytest.raises(Corrupt, match="mean out of range"):
+        TkvFile.parse(header(mu=mu, flags=flags))
+    TkvFile.parse(header(mu=2**24 - 1, flags=flags))
+
+
+def test_lengths_may_be_longer_varints_than_they_need():
+    x = np.random.default_rng(0).normal(size=(2, 6, 4)).astype(np.float32)
+    data = encode_stream(x, kind="v", step=0.1, block_tokens=2)
+    file = TkvFile.parse(data)
+    blocks = [bytes(file.block_entries(i)) for i in range(3)]
+    n_head = len(data) - sum(map(len, blocks))
+    longer = b""
+    for block in blocks:
+        first = block[0]
+        second = block[1 + first]
+        longer += bytes([first | 0x80, 0]) + block[1 : 1 + first]
+        longer += bytes([second | 0x80, 0x80, 0]) + block[2 + first :]
+    other = TkvFile.parse(data[:n_head] + longer)
+    np.testing.assert_array_equal(other.decode(), file.decode())
+    assert b"".join(bytes(other.block_entries(i)) for i in range(3)) == longer
+
+
+@pytest.mark.parametrize("step", [1e-37, 1e33, 1e300])
+def test_units_outside_float32_are_corrupt(step):
+    with pytest.raises(Corrupt):
+        TkvFile.parse(header(step=step))
+    params = CODEC.fit(TKV1(), StreamSpec("v", 1, 2), lambda: [np.ones((1, 9, 2), np.float32)])
+    packed = CODEC.pack(params)
+    with pytest.raises(Corrupt, match="step"):
+        CODEC.unpack(
+            params.spec, packed.replace(struct.pack("<d", params.step), struct.pack("<d", step))
+        )
+
+
 def test_a_varint_of_more_than_64_bits_is_corrupt():
     good = header()
     for varint in (b"\xff" * 9 + b"\x02", b"\x80" * 10 + b"\x00"):

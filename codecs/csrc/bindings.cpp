@@ -31,6 +31,9 @@ void translate_fault(const std::exception_ptr& pointer, void*) {
 
 [[noreturn]] void invalid(const std::string& message) { throw kv::Fault{"InvalidArgument", message}; }
 
+// As in kvcodecs/spec.py.
+constexpr kv_u64 kMaxChannels = 1u << 20;
+
 template <class T>
 using Array1 = nb::ndarray<const T, nb::numpy, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 template <class T>
@@ -43,7 +46,8 @@ using Result = nb::ndarray<nb::numpy, T>;
 template <class T>
 Result<T> new_array(std::initializer_list<size_t> shape, T** data) {
   size_t n = 1;
-  for (size_t s : shape) n *= s;
+  for (size_t s : shape)
+    if (__builtin_mul_overflow(n, s, &n)) throw std::bad_alloc();
   *data = new T[n > 0 ? n : 1];
   nb::capsule owner(*data, [](void* p) noexcept { delete[] (T*)p; });
   return Result<T>(*data, shape.size(), shape.begin(), owner);
@@ -130,8 +134,15 @@ nb::tuple scan_entries(nb::handle data, kv_u64 offset, kv_u64 count) {
 
 // ---------------------------------------------------------------- encoder
 
+// Within these limits no model ever reaches a probability that the coder cannot take (lane.hpp).
 void check_prior(const Array1<kv_u32>& prior) {
   if (prior.shape(0) != kv::kPriorWords) invalid("prior table: 7056 words expected");
+  bool fine = true;
+  for (size_t i = 0; i < kv::kPriorWords; ++i) {
+    const kv_u32 fast = prior.data()[i] & 0xFFFF, slow = prior.data()[i] >> 16;
+    fine &= fast >= 64 && fast <= 65472 && slow >= 64 && slow <= 65472;
+  }
+  if (!fine) invalid("prior table: a model outside [64, 65472]");
 }
 
 void check_channels(size_t n, const Array1<kv_u8>& rho, const Array1<kv_u8>& cls) {
@@ -148,7 +159,7 @@ kv::BlockEncoder new_block_encoder(const Array1<kv_u32>& prior, kv_u32 heads, kv
   if (sink_div == 0 || sink_div >= 1u << 24) invalid("sink_div: 1 to 2^24 - 1");
   if (!(unit > 0) || !std::isfinite(unit)) invalid("unit: positive and finite");
   const size_t n = (size_t)heads * head_dim;
-  if (mean.shape(0) != n) invalid("statistics: one entry per channel expected");
+  if (n > kMaxChannels || mean.shape(0) != n) invalid("statistics: one entry per channel expected");
   check_channels(n, rho, cls);
   for (size_t i = 0; i < n; ++i)
     if (std::abs((kv_i64)mean.data()[i]) >= kv::kValueLimit) invalid("mean out of range");
@@ -174,7 +185,7 @@ kv::StreamParams stream_params(const Array1<kv_u32>& prior, kv_u32 heads, kv_u32
                                const Array1<kv_u8>& cls) {
   check_prior(prior);
   const size_t n = (size_t)heads * head_dim;
-  if (n == 0 || mean.shape(0) != n) invalid("statistics: one entry per channel expected");
+  if (n == 0 || n > kMaxChannels || mean.shape(0) != n) invalid("statistics: one entry per channel expected");
   check_channels(n, rho, cls);
   if (sink_div == 0) invalid("sink_div: at least 1");
   return {heads, head_dim, step, sink, sink_div, mean.data(), rho.data(), cls.data()};
@@ -276,6 +287,8 @@ Result<kv_u8> run_plan(const Array1<kv_u32>& prior, nb::handle lane_rows, nb::ha
 // next access maps them again. Reading a large range thus holds no more than what it works on. Only for views of a
 // file mapping: anywhere else this would lose data.
 void release_pages(nb::handle data) {
+  if (!PyMemoryView_Check(data.ptr()) || !PyMemoryView_GET_BUFFER(data.ptr())->readonly)
+    invalid("release_pages: a read-only memoryview of a file mapping expected");
 #if defined(__unix__) || defined(__APPLE__)
   Buffer buffer(data);
   const std::uintptr_t page = (std::uintptr_t)sysconf(_SC_PAGESIZE);
@@ -303,19 +316,30 @@ kv_i64 find_beyond(const Array3<float>& x, float limit) {
 }
 
 template <class T>
+void check_chunk(const kv::Statistics& s, const Array3<T>& x) {
+  if (x.shape(0) != s.heads() || x.shape(2) != s.head_dim())
+    invalid("statistics: [heads][tokens][head_dim] of the stream expected");
+}
+
+template <class T>
 void add_mean(kv::Statistics& s, const Array3<T>& x) {
+  check_chunk(s, x);
+  if (s.has_mean()) invalid("statistics: the mean is finished");
   nb::gil_scoped_release release;
   s.add_mean(x.data(), x.shape(1));
 }
 
 template <class T>
 void add_moments(kv::Statistics& s, const Array3<T>& x) {
+  check_chunk(s, x);
+  if (!s.has_mean()) invalid("statistics: finish_mean comes first");
   nb::gil_scoped_release release;
   s.add_moments(x.data(), x.shape(1));
 }
 
-nb::tuple finish_statistics(const kv::Statistics& s, kv_u64 n_channels, double step, double mean_unit, bool ar,
-                            bool pairs) {
+nb::tuple finish_statistics(const kv::Statistics& s, double step, double mean_unit, bool ar, bool pairs) {
+  if (!s.has_mean()) invalid("statistics: finish_mean comes first");
+  const size_t n_channels = (size_t)s.heads() * s.head_dim();
   kv_i64* mean;
   kv_u8 *rho, *cls;
   auto means = new_array<kv_i64>({n_channels}, &mean);
@@ -344,14 +368,20 @@ NB_MODULE(_core, m) {
   m.def("release_pages", &release_pages, "data"_a);
 
   nb::class_<kv::Statistics>(m, "Statistics")
-      .def(nb::init<kv_u32, kv_u32>(), "heads"_a, "head_dim"_a)
+      .def("__init__",
+           [](kv::Statistics* s, kv_u32 heads, kv_u32 head_dim) {
+             if (heads == 0 || head_dim == 0 || (kv_u64)heads * head_dim > kMaxChannels) invalid("statistics: size");
+             new (s) kv::Statistics(heads, head_dim);
+           },
+           "heads"_a, "head_dim"_a)
       .def("add_mean", &add_mean<float>, "x"_a)
       .def("add_mean", &add_mean<double>, "x"_a)
       .def("finish_mean", &kv::Statistics::finish_mean)
       .def("add_moments", &add_moments<float>, "x"_a)
       .def("add_moments", &add_moments<double>, "x"_a)
-      .def("finish", &finish_statistics, "n_channels"_a, "step"_a, "mean_unit"_a, "ar"_a, "pairs"_a)
+      .def("finish", &finish_statistics, "step"_a, "mean_unit"_a, "ar"_a, "pairs"_a)
       .def_prop_ro("sum_squares", &kv::Statistics::sum_squares)
+      .def_prop_ro("largest", &kv::Statistics::largest)
       .def_prop_ro("n_tokens", &kv::Statistics::n_tokens);
 
   nb::class_<kv::BlockEncoder>(m, "BlockEncoder")

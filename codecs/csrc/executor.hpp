@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
 #include "half.hpp"
@@ -142,7 +143,7 @@ class RowWriter {
   }
 
  private:
-  void rotate(kv_u32 written, float* row) const {
+  void rotate(kv_u32 written, float* row) {
     const kv_u32 half = lane_->width / 2;
     const kv_u64 entry = (lane_->rope_row + (kv_u64)written) * rope_->pairs + lane_->first_pair;
     const float* cos = rope_->cos + entry;
@@ -152,6 +153,8 @@ class RowWriter {
       row[i] = a * cos[i] - b * sin[i];
       row[half + i] = b * cos[i] + a * sin[i];
     }
+    // Before the rotation every value is finite; sums beyond float32 are the one way to leave that.
+    for (kv_u32 c = 0; c < lane_->width; ++c) overflow_ |= !(std::fabs(row[c]) <= 3.402823466e+38f);
   }
 
   template <class T, class Convert>

@@ -24,6 +24,7 @@ class Statistics {
         for (kv_u32 c = 0; c < head_dim_; ++c) {
           mean[c] += (double)x[c];
           squares += (double)x[c] * (double)x[c];
+          largest_ = std::max(largest_, std::fabs((double)x[c]));
         }
         sum_squares_[h] += squares;
       }
@@ -63,6 +64,11 @@ class Statistics {
     return sum;
   }
   kv_u64 n_tokens() const { return n_tokens_; }
+  double largest() const { return largest_; }
+  kv_u32 heads() const { return heads_; }
+  kv_u32 head_dim() const { return head_dim_; }
+  // Which of the two passes may come next.
+  bool has_mean() const { return !variance_.empty(); }
 
   // mean in multiples of `mean_unit`, AR coefficient in sixteenths, class of the residual's spread in steps.
   // `pairs`: channels (c, c + head_dim/2) share their class, as the two halves of a RoPE pair do.
@@ -91,6 +97,7 @@ class Statistics {
  private:
   kv_u32 heads_, head_dim_;
   kv_u64 n_tokens_ = 0;
+  double largest_ = 0;
   bool started_ = false;
   std::vector<double> mean_, sum_squares_, variance_, covariance_, previous_;
 };

@@ -250,6 +250,8 @@ class Plan:
         InvalidArgument
             A value beyond the range of a float16 or bfloat16 output; ask for float32.
         """
+        if n_threads is not None and not (isinstance(n_threads, int) and 0 <= n_threads <= 4096):
+            raise InvalidArgument(f"n_threads {n_threads!r}: None, or 0 to 4096")
         for values, spec, placement in self._copies:
             _place(values, spec, placement)
         if not self._lanes:
@@ -278,8 +280,7 @@ class Plan:
         lane, code = lanes[first], status[first]
         where = self._where[int(lane["output"])]
         if code == _OVERFLOW:
-            dtype = self._outputs[int(lane["output"])].dtype.name
-            raise InvalidArgument(f"{where}a value overflows {dtype}; ask for float32")
+            raise _overflow(where, self._outputs[int(lane["output"])].dtype)
         what = f"{where}lane of head {lane['head']}"
         fault = "residual" if code == _BAD_RESIDUAL else "value"
         raise Corrupt(f"{what}: a {fault} of 2^24 or more; the block does not decode")
@@ -314,9 +315,12 @@ def _place(values: npt.NDArray[Any], spec: StreamSpec, placement: Placement) -> 
     )
     with np.errstate(over="ignore"):
         placement.out[...] = x.astype(placement.out.dtype)
-    if placement.out.dtype != np.float32:
-        overflow = ~np.isfinite(placement.out.astype(np.float32)) & np.isfinite(x)
-        if overflow.any():
-            raise InvalidArgument(
-                f"{placement.where}a value overflows {placement.out.dtype.name}; ask for float32"
-            )
+    may_overflow = placement.out.dtype != np.float32 or placement.rope is not None
+    if may_overflow and not np.isfinite(placement.out.astype(np.float32)).all():
+        raise _overflow(placement.where, placement.out.dtype)
+
+
+def _overflow(where: str, dtype: np.dtype[Any]) -> InvalidArgument:
+    if dtype == np.float32:
+        return InvalidArgument(f"{where}a value overflows float32 when it is rotated; read it pre")
+    return InvalidArgument(f"{where}a value overflows {dtype.name}; ask for float32")

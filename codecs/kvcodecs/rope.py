@@ -364,14 +364,16 @@ def from_coded(
 
 def _rotate(a: F32, b: F32, cos: F32, sin: F32, first: F32, second: F32) -> None:
     """Write ``a cos - b sin`` and ``b cos + a sin``."""
-    np.subtract(a * cos, b * sin, out=first)
-    np.add(b * cos, a * sin, out=second)
+    with np.errstate(over="ignore", invalid="ignore"):  # whoever takes the result checks it
+        np.subtract(a * cos, b * sin, out=first)
+        np.add(b * cos, a * sin, out=second)
 
 
 def _unrotate(a: F32, b: F32, cos: F32, sin: F32, scaling: float, first: F32, second: F32) -> None:
     """Write the inverse; `cos` and `sin` carry the scaling once each, which is divided away."""
-    np.add(a * cos, b * sin, out=first)
-    np.subtract(b * cos, a * sin, out=second)
+    with np.errstate(over="ignore", invalid="ignore"):
+        np.add(a * cos, b * sin, out=first)
+        np.subtract(b * cos, a * sin, out=second)
     if scaling != 1.0:
         square = np.float32(scaling) * np.float32(scaling)
         first /= square
@@ -389,9 +391,8 @@ def _rotation(
         return (None if rope is None or rope.keeps_order(spec.head_dim) else rope), None
     if rope is None:
         raise InvalidArgument("k_state 'post' needs the stream's RoPE; give the model one")
-    if table is None:
-        table = rope.table(start, start + n_tokens)
-    return rope, table.rows(start, start + n_tokens)
+    stop = start + n_tokens
+    return rope, (rope.table(start, stop) if table is None else table).rows(start, stop)
 
 
 def _passes(shape: tuple[int, ...]) -> list[slice]:

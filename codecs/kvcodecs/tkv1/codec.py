@@ -14,6 +14,7 @@ from ..frame import BytesLike, ErrorStats, byte_view
 from ..plan import Placement, Plan
 from ..spec import F32, KState, StreamSpec, describe_value
 from .params import (
+    EXACT_UNITS,
     MAX_UNITS,
     TKV1,
     TKV1Params,
@@ -86,7 +87,10 @@ class TKV1Codec:
         n_values = spec.n_values(statistics.n_tokens)
         rms = math.sqrt(statistics.sum_squares / n_values) if n_values else 0.0
         fitted = partial(_fitted, statistics, config, spec, width)
-        return fitted(_step(config, rms or _RMS_OF_ZEROS, spec, k_state, chunks, fitted))
+        step = _step(config, rms or _RMS_OF_ZEROS, spec, k_state, chunks, fitted)
+        if config.max_error is not None:
+            step = _room_for_rounding(step, statistics.largest, config.sink_div)
+        return fitted(step)
 
     def pack(self, params: TKV1Params) -> bytes:
         return pack_params(params)
@@ -153,7 +157,7 @@ def _fitted(
 ) -> TKV1Params:
     step = session_step(step, config.sink_div, f"{spec.kind} stream")
     unit = step / config.sink_div
-    mean, rho, cls = statistics.finish(spec.channels, step, unit, config.ar, spec.kind == "k")
+    mean, rho, cls = statistics.finish(step, unit, config.ar, spec.kind == "k")
     if (np.abs(mean) >= MAX_UNITS - config.sink_div).any():
         raise InvalidArgument(
             f"{spec.kind} stream: a channel mean is beyond 2^23 units: "
@@ -185,6 +189,22 @@ def _step(
             return math.sqrt(2.0) * value / spec.rope.scaling
         return 2.0 * value
     return _step_of_rate(value, rms, chunks, fitted)
+
+
+def _room_for_rounding(step: float, largest: float, sink_div: int) -> float:
+    """Return a step whose bound holds after float32 has rounded values as large as `largest`.
+
+    Up to `EXACT_UNITS` units nothing is rounded (`session_step`).
+    """
+    if largest <= EXACT_UNITS * step / sink_div / 2:
+        return step
+    ulp = float(np.spacing(np.float32(largest)))
+    if step <= 2 * ulp:
+        raise InvalidArgument(
+            f"max_error asks for a step of {step:g}, float32 resolves {ulp:g} at {largest:g}; "
+            "use Raw() or a larger bound"
+        )
+    return step - ulp
 
 
 def _step_of_rate(bpv: float, rms: float, chunks: Chunks, fitted: partial[TKV1Params]) -> float:

@@ -29,6 +29,7 @@ MAX_SINK_DIV = 1 << 16
 #: A session's unit keeps this many significant bits: integer times unit is then exact in float32 up
 #: to 2^16 units, and the error bound holds without a rounding term. It shrinks by less than 1/128.
 _UNIT_BITS = 8
+EXACT_UNITS = 1 << 16
 _POLICIES = ("rel_step", "step", "max_error", "rmse", "bpv")
 
 
@@ -84,13 +85,22 @@ class TKV1:
             raise InvalidArgument(f"TKV1: give one of {', '.join(given)}, not several")
         for name in given:
             value = getattr(self, name)
-            if not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
-                raise InvalidArgument(f"TKV1: {name} {value!r} is not a positive number")
+            if isinstance(value, bool) or not isinstance(value, int | float | np.number):
+                raise InvalidArgument(f"TKV1: {name} {value!r} is not a number")
+            try:
+                number = float(value)
+            except OverflowError:  # an integer beyond float64
+                number = math.inf
+            if not (number > 0 and math.isfinite(number)):
+                raise InvalidArgument(f"TKV1: {name} is not a positive, finite number")
+            object.__setattr__(self, name, number)
         if not given:
             object.__setattr__(self, "rel_step", 0.25)
         for name in ("sink", "sink_div", "lane_channels"):
-            if not isinstance(getattr(self, name), int):
+            if type(getattr(self, name)) is not int:
                 raise InvalidArgument(f"TKV1: {name} {getattr(self, name)!r} is not an integer")
+        if not isinstance(self.ar, bool):
+            raise InvalidArgument(f"TKV1: ar {self.ar!r} is not True or False")
         if not 0 <= self.sink < 1 << 32:
             raise InvalidArgument(f"TKV1: sink {self.sink} is not 0 to 2^32 - 1")
         if not 1 <= self.sink_div <= MAX_SINK_DIV:
@@ -235,8 +245,8 @@ def session_step(step: float, sink_div: int, where: str) -> float:
         The unit leaves the normal float32 numbers.
     """
     unit = step / sink_div
-    smallest, largest = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
-    if not smallest <= unit <= largest / MAX_UNITS:
+    # A little above the least normal number, since the unit is rounded down below.
+    if not (unit_fits(unit) and unit_fits(unit * (1 - 2.0**-7))):
         raise InvalidArgument(f"{where}: step {step!r} over sink_div {sink_div} is outside float32")
     mantissa, exponent = math.frexp(unit)
     return (
@@ -289,6 +299,8 @@ def unpack_params(spec: StreamSpec, data: BytesLike) -> TKV1Params:
             f"expected {spec.heads} of {spec.head_dim}"
         )
     check_header(step, sink_div, head_dim, lane_channels)
+    if not unit_fits(step / sink_div):
+        raise Corrupt(f"TKV1 stream header: step {step!r} over sink_div {sink_div}")
     mean, at = read_zigzags(view, at, spec.channels)
     rho_bytes = (spec.channels + 1) // 2 if ar else 0
     if view.nbytes != at + spec.channels + rho_bytes:
@@ -302,12 +314,23 @@ def unpack_params(spec: StreamSpec, data: BytesLike) -> TKV1Params:
         if both[spec.channels :].any():
             raise Corrupt("TKV1 stream header: padding is not zero")
         rho = both[: spec.channels].copy()
-    if (np.abs(mean) >= 2 * MAX_UNITS).any():
+    if not means_fit(mean):
         raise Corrupt("TKV1 stream header: mean out of range")
     if (cls >= N_CLASSES).any():
         raise Corrupt("TKV1 stream header: class out of range")
     width = lane_channels or head_dim
     return TKV1Params(spec, step, sink, sink_div, ar, width, mean.astype(np.int32), rho, cls)
+
+
+def unit_fits(unit: float) -> bool:
+    """Whether `unit` and every value below 2^24 units are normal float32 numbers."""
+    tiny, largest = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+    return tiny <= unit <= largest / (2 * MAX_UNITS)
+
+
+def means_fit(mean: npt.NDArray[np.int64]) -> bool:
+    """Whether channel means are below 2^24 units; abs() would wrap for the least integer."""
+    return bool(((mean < 2 * MAX_UNITS) & (mean > -2 * MAX_UNITS)).all())
 
 
 def check_header(step: float, sink_div: int, head_dim: int, lane_channels: int) -> None:

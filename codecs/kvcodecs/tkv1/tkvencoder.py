@@ -13,7 +13,7 @@ from .. import _core
 from ..errors import InvalidArgument
 from ..spec import Kind
 from .codec import CODEC
-from .params import MAX_UNITS, prior_table, varint
+from .params import MAX_UNITS, means_fit, prior_table, varint
 from .tkvheader import ChannelStatistics, Layout, TkvParams, lane_params, pack_header
 
 
@@ -47,9 +47,9 @@ class StreamEncoder:
         lane = params.layout == "lane"
         unit = float(np.float32(params.step / params.sink_div)) if lane else params.step
         self._statistics = ChannelStatistics(
-            *statistics.finish(params.channels, params.step, unit, params.ar, params.kind == "k")
+            *statistics.finish(params.step, unit, params.ar, params.kind == "k")
         )
-        if lane and (np.abs(self._statistics.mean) >= 2 * MAX_UNITS).any():
+        if not means_fit(self._statistics.mean):
             raise InvalidArgument(
                 "TKV1: a channel mean is beyond 2^24 units: the step is too small"
             )

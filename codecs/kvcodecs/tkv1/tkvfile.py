@@ -17,7 +17,7 @@ from ..errors import Corrupt, InvalidArgument, Truncated
 from ..frame import BytesLike, byte_view
 from ..plan import Plan
 from .codec import CODEC
-from .params import TKV1Params, lane_width, prior_table, varint
+from .params import TKV1Params, lane_width, prior_table
 from .tkvheader import ChannelStatistics, TkvParams, lane_params, unpack_header
 
 
@@ -55,6 +55,7 @@ class TkvFile:
     _data: memoryview
     _statistics: ChannelStatistics
     _entries: npt.NDArray[np.uint64]
+    _first_entry: int
 
     @classmethod
     def parse(cls, data: BytesLike) -> TkvFile:
@@ -81,7 +82,7 @@ class TkvFile:
         entries, stop = _core.scan_entries(view, at, n_entries)
         if stop != view.nbytes:
             raise Corrupt(f"TKV1: {view.nbytes - stop} bytes after the last block")
-        return cls(params, n_tokens, view, statistics, entries)
+        return cls(params, n_tokens, view, statistics, entries, at)
 
     @property
     def n_blocks(self) -> int:
@@ -92,9 +93,9 @@ class TkvFile:
         n = self.params.entries_per_block
         if not 0 <= block < self.n_blocks:
             raise InvalidArgument(f"TKV1: block {block} of {self.n_blocks}")
-        first, last = self._entries[block * n], self._entries[(block + 1) * n - 1]
-        start = int(first[0]) - len(varint(int(first[1])))
-        return self._data[start : int(last[0] + last[1])]
+        # A block starts where the one before ends: lengths may be longer varints than they need.
+        start = self._first_entry if block == 0 else int(self._entries[block * n - 1].sum())
+        return self._data[start : int(self._entries[(block + 1) * n - 1].sum())]
 
     def lane_params(self) -> TKV1Params:
         """Return the parameters of the lane layout as frames use them."""
@@ -203,5 +204,7 @@ class TkvFile:
             wanted = np.ascontiguousarray(y[:, lo - first :])
             if p.rotated:
                 _core.rotate(wanted, p.theta, lo, 1.0)
-            with np.errstate(over="ignore"):
+            with np.errstate(over="ignore", invalid="ignore"):
                 out[:, lo - start : hi - start] = wanted
+            if not np.isfinite(out[:, lo - start : hi - start]).all():
+                raise Corrupt(f"TKV1: block {block}: a value beyond float32")

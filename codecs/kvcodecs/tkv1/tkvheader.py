@@ -14,12 +14,13 @@ from .. import _core
 from ..errors import Corrupt, InvalidArgument, Truncated, Unsupported
 from ..spec import Kind, StreamSpec
 from .params import (
-    MAX_UNITS,
     N_CLASSES,
     TKV1Params,
     check_header,
     lane_width,
+    means_fit,
     read_varints,
+    unit_fits,
     varint,
 )
 
@@ -83,9 +84,7 @@ class TkvParams:
         if self.layout == "lane":
             if self.kind == "k" and self.pre_rope:
                 raise InvalidArgument("TKV1: the lane layout codes K as given; set pre_rope=False")
-            unit = self.step / self.sink_div
-            tiny, largest = np.finfo(np.float32).tiny, np.finfo(np.float32).max
-            if not float(tiny) <= unit <= float(largest) / (2 * MAX_UNITS):
+            if not unit_fits(self.step / self.sink_div):
                 raise InvalidArgument(f"TKV1: step {self.step!r} over sink_div is outside float32")
         elif self.rotated and not (math.isfinite(self.theta) and self.theta > 0):
             raise InvalidArgument(f"TKV1: theta {self.theta!r} is not a positive number")
@@ -186,7 +185,7 @@ def unpack_header(view: memoryview) -> tuple[TkvParams, int, ChannelStatistics, 
     mean, cls, rho, at = _core.read_tkv_channels(view, at, params.channels, params.ar)
     if (cls >= N_CLASSES).any():
         raise Corrupt("TKV1 header: class out of range")
-    if params.layout == "lane" and (np.abs(mean) >= 2 * MAX_UNITS).any():
+    if not means_fit(mean):
         raise Corrupt("TKV1 header: mean out of range")
     if n_tokens * params.channels > MAX_VALUES:
         raise Corrupt(f"TKV1 header: {n_tokens} tokens of {params.channels} channels")
