@@ -403,3 +403,20 @@ def test_zarr_format_2_arrays(tmp_path, dtype, order):
         assert stored.dtype == x.dtype
         assert distance(x, stored[:]).max() <= 0.126
         np.testing.assert_array_equal(stored[1, 100:200, 3], stored[:][1, 100:200, 3])
+
+
+def test_buffers_that_cannot_be_used():
+    codec = TKV1Codec("v", step=0.25)
+    x = make_array()
+    data = codec.encode(x)
+    fixed = np.zeros_like(x)
+    fixed.flags.writeable = False
+    for out in (fixed, bytes(x.nbytes), 5):
+        with pytest.raises(InvalidArgument):
+            codec.decode(data, out=out)
+    for buf in (np.frombuffer(data * 2, np.uint8)[::2], object()):
+        with pytest.raises(InvalidArgument):
+            codec.decode(buf)
+    for block_tokens in (128.5, True, "128"):
+        with pytest.raises(InvalidArgument, match="block_tokens"):
+            TKV1Codec(block_tokens=block_tokens)

@@ -111,8 +111,8 @@ class TKV1Codec(Codec):  # type: ignore[misc]
             raise InvalidArgument(f"tkv1: kind {kind!r}, expected 'k' or 'v'")
         if layout not in LAYOUTS:
             raise InvalidArgument(f"tkv1: layout {layout!r}, expected 'lane' or 'stream'")
-        if not 1 <= block_tokens <= MAX_BLOCK_TOKENS:
-            raise InvalidArgument(f"tkv1: block_tokens {block_tokens} is not 1 to 2^20")
+        if type(block_tokens) is not int or not 1 <= block_tokens <= MAX_BLOCK_TOKENS:
+            raise InvalidArgument(f"tkv1: block_tokens {block_tokens!r} is not 1 to 2^20")
         if layout == "lane" and not (theta is None and pre_rope is None):
             raise InvalidArgument("tkv1: theta and pre_rope belong to layout='stream'")
         self._asked = TKV1(
@@ -218,9 +218,12 @@ class TKV1Codec(Codec):  # type: ignore[misc]
         Truncated, Corrupt, Unsupported
             `buf` is not what was written. A given `out` is then undefined.
         InvalidArgument
-            `out` has another size.
+            `out` has another size or is read-only, or `buf` is not contiguous.
         """
-        data = memoryview(numcodecs.compat.ensure_contiguous_ndarray(buf).view(np.uint8))
+        try:
+            data = memoryview(numcodecs.compat.ensure_contiguous_ndarray(buf).view(np.uint8))
+        except (TypeError, ValueError) as error:
+            raise InvalidArgument(f"tkv1: buf is not a contiguous buffer: {error}") from error
         magic = bytes(data[:4])
         if len(magic) < 4:
             raise Truncated(f"container: {len(magic)} bytes")
@@ -305,7 +308,12 @@ class _Target:
         shape, dtype = (head.heads, head.n_tokens, head.head_dim), DTYPES[head.dtype]
         size = math.prod(shape) * dtype.itemsize
         if out is not None:
-            given = numcodecs.compat.ensure_ndarray_like(out)
+            try:
+                given = numcodecs.compat.ensure_ndarray_like(out)
+            except (TypeError, ValueError) as error:
+                raise InvalidArgument(f"tkv1: out is not a buffer: {error}") from error
+            if not given.flags.writeable:
+                raise InvalidArgument("tkv1: out is read-only")
             if given.nbytes != size:
                 raise InvalidArgument(f"tkv1: out has {given.nbytes} bytes, expected {size}")
         # float64 output holds float32 values, and only these are decoded.
