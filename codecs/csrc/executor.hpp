@@ -254,21 +254,21 @@ struct Unit {
 };
 
 // Lanes go alone, or in groups of up to sixteen where the CPU decodes those at once. A group costs as much as six
-// lanes alone whatever its size, so small plans stay scalar, and every thread gets its share.
+// lanes alone whatever its size, so fewer stay alone. The lanes are first cut into one share for each thread, and
+// groups end there: what is left over of a share is then small pieces, which even out among the threads.
 inline std::vector<Unit> plan_units(const PlanTables& p, unsigned n_threads, bool wide) {
   constexpr kv_u64 kSmallestGroup = 6;
   std::vector<Unit> units;
   const kv_u64 share = (p.n_lanes + n_threads - 1) / n_threads;
-  const kv_u64 largest = wide && share >= kSmallestGroup ? std::min<kv_u64>(share, kWide) : 1;
   for (kv_u64 i = 0; i < p.n_lanes;) {
-    kv_u64 n = 1;
-    if (largest > 1 && p.lanes[i].sink_div <= kWideMaxSinkDiv) {
-      kv_u64 bytes = p.lanes[i].n_bytes;
-      while (n < largest && i + n < p.n_lanes) {
+    const Lane& first = p.lanes[i];
+    const kv_u64 stop = std::min({p.n_lanes, (i / share + 1) * share, i + kWide});
+    kv_u64 n = 1, bytes = first.n_bytes;
+    if (wide && first.sink_div <= kWideMaxSinkDiv) {
+      for (; i + n < stop; ++n) {
         const Lane& lane = p.lanes[i + n];
         bytes += lane.n_bytes;
-        if (lane.width != p.lanes[i].width || lane.sink_div != p.lanes[i].sink_div || bytes > kWideMaxBytes) break;
-        ++n;
+        if (lane.width != first.width || lane.sink_div != first.sink_div || bytes > kWideMaxBytes) break;
       }
     }
     if (n < kSmallestGroup) n = 1;
