@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import os
 import secrets
-import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from kvcodecs.codec import CodecConfig
-from kvcodecs.errors import InvalidArgument, NotFound
+from kvcodecs.errors import InvalidArgument, KvError, NotFound
 from kvcodecs.spec import Kind, KState
 from kvcodecs.tkv1 import TKV1
 
 from . import keys
-from .backend import Backend, Lease, Mode, Snapshot, open_backend
-from .catalog import Catalog, begin, delete_owned
+from .backend import Backend, Lease, Mode, Snapshot, check_timeout, open_backend
+from .catalog import UNKNOWN_OWNER, Catalog, begin, delete_owned
+from .forks import ForkLock
 from .identity import Model, check_identity, check_metadata, check_model
-from .info import ArchiveInfo, SessionInfo, session_info
+from .info import ArchiveInfo, SessionInfo
 from .layout import check_configs, check_fit_tokens, new_layout
 from .reader import Reader
 from .records import SessionRecord
-from .session import Session
+from .session import Session, source_of
+from .survey import collect_garbage, session_names, survey
 from .writer import SessionWriter
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def open(
     mode
         ``"r"`` to read, ``"a"`` to append or create.
     lock_timeout
-        Seconds that a write waits for other writers before it raises `Locked`.
+        Seconds that a write waits for other writers before it raises `Locked`; may be infinite.
     map_size
         Upper limit of the archive in bytes; None for 1 TiB or what the process can map.
     backend
@@ -66,10 +67,9 @@ def open(
     InvalidArgument
         A mode, backend or place that cannot be used.
     """
-    if not isinstance(lock_timeout, int | float) or not lock_timeout >= 0:
-        raise InvalidArgument(f"lock_timeout {lock_timeout!r}: expected seconds")
+    seconds = check_timeout(lock_timeout)
     return Archive(
-        open_backend(path, mode, kind=backend, map_size=map_size), mode, lock_timeout=lock_timeout
+        open_backend(path, mode, kind=backend, map_size=map_size), mode, lock_timeout=seconds
     )
 
 
@@ -80,7 +80,7 @@ class Archive:
         self._backend, self._mode, self._timeout = backend, mode, lock_timeout
         self._catalog = Catalog(backend.path)
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
-        self._lock = threading.Lock()
+        self._lock = ForkLock()
         try:
             self._about = begin(backend, mode, lock_timeout)
         except BaseException:
@@ -124,7 +124,8 @@ class Archive:
             Fewest tokens that a stream's statistics are fitted to; until then commits are kept
             raw.
         stats_from
-            Take the stream headers from this session of the same model; for short sessions.
+            Take the stream headers, and with them the codec, from this session of the same
+            model in this archive; for short sessions.
         metadata
             A JSON object to keep with the session.
 
@@ -144,14 +145,16 @@ class Archive:
         headers: dict[bytes, bytes] = {}
         owner = self.new_owner()
         if stats_from is not None:
-            source = stats_from if isinstance(stats_from, str) else stats_from.name
+            other, other_owner = source_of(stats_from)
             with self._read() as snapshot:
-                codec, headers = self._catalog.headers(snapshot, source, model, codec, owner)
+                codec, headers = self._catalog.headers(
+                    snapshot, other, model, codec, owner, other_owner
+                )
         record = SessionRecord(
             owner=owner,
             model=model.digest,
             n_tokens=0,
-            codecs=check_configs(codec if codec is not None else _default_codec()),
+            codecs=check_configs(codec if codec is not None else TKV1()),
             fit_tokens=fit_tokens,
             streams=new_layout(model, block_tokens, stats_from is not None),
             created=int(time.time()),
@@ -198,32 +201,38 @@ class Archive:
     def names(self) -> list[str]:
         """Return the names of all sessions, in byte order."""
         with self._read() as snapshot:
-            return [keys.parse(key).name or "" for key, _ in snapshot.scan(keys.SESSION)]
+            return session_names(snapshot)
 
     def sessions(self) -> list[SessionInfo]:
-        """Return what `Session.info` says of every session; costs a look at every frame."""
+        """Return what `Session.info` says of every session; costs a look at every frame.
+
+        Sessions for which that fails are left out: `damaged` says which and why.
+        """
         with self._read() as snapshot:
-            found = []
-            for key, _ in snapshot.scan(keys.SESSION):
-                name = keys.parse(key).name or ""
-                record = self._catalog.record(snapshot, name)
-                reader = Reader(
-                    self._catalog.model(snapshot, record.model),
-                    record.owner,
-                    f"{self.path}: session {name!r}",
-                )
-                found.append(session_info(snapshot, name, record, reader))
-            return found
+            return survey(self, snapshot).sessions
+
+    def damaged(self) -> dict[str, KvError]:
+        """Return why `Session.info` fails, by name, of the sessions that `sessions` leaves out.
+
+        Looks at records and headers of frames; `verify` looks at everything.
+        """
+        with self._read() as snapshot:
+            return survey(self, snapshot).damaged
 
     def delete_session(self, name: str) -> None:
         """Delete a session and all that belongs to it; its space is used again.
+
+        Of a session whose record is damaged only the record is removed, since nothing else says
+        what it owned: `gc` removes its frames once all other records can be read.
 
         Raises
         ------
         NotFound
             No session of this name.
         Locked
-            It has an appender other than sessions of this archive object, which are closed.
+            It has an appender other than sessions of this archive object, or see
+            `Session.commit`. Nothing has changed then: sessions of this object are closed only
+            once it is deleted.
         """
         with self._taken(name) as owner, self._backend.write(self._timeout) as transaction:
             if self._catalog.owner(transaction, name) != owner:
@@ -234,20 +243,22 @@ class Archive:
 
     @contextmanager
     def _taken(self, name: str) -> Iterator[int]:
-        """Hold the lease of a session that is about to go; closes the sessions of this object."""
+        """Hold the lease of a session that goes; then closes the sessions of this object."""
         with self._read() as snapshot:
             owner = self._catalog.owner(snapshot, name)
-        own = [session for session in list(self._sessions) if session.name == name]
-        for session in own:
-            if session._writer is not None:
-                session.close()
-        lease = self._backend.lease(owner, name)
-        try:
+        own = [s for s in self._open_sessions() if s.name == name]
+        if owner != UNKNOWN_OWNER:
+            own = [s for s in own if s._reader.owner == owner]
+        with ExitStack() as stack:
+            # Until the end: a commit must not come in between. Always in the same order.
+            for session in sorted(own, key=id):
+                stack.enter_context(session._lock)
+            # Nobody can hold the lease of an owner that is not known: none is in the record.
+            if owner != UNKNOWN_OWNER and all(session._writer is None for session in own):
+                stack.callback(self._backend.lease(owner, name).release)
+            yield owner
             for session in own:
                 session.close()
-            yield owner
-        finally:
-            lease.release()
 
     def ingest(
         self,
@@ -276,7 +287,7 @@ class Archive:
             name,
             source,
             model=model,
-            codecs=check_configs(codec if codec is not None else _default_codec()),
+            codecs=check_configs(codec if codec is not None else TKV1()),
             block_tokens=block_tokens,
             fit_tokens=fit_tokens,
             k_state=k_state,
@@ -292,13 +303,14 @@ class Archive:
         Frames of sessions that were never published, and frames after the last commit of
         sessions that nobody is appending to. Such leftovers are harmless and never read.
 
+        While the record of any session cannot be read, whatever has no readable record stays, and
+        so do models: it might be that session's. Delete that session first.
+
         Raises
         ------
         Locked, Full
             See `Session.commit`.
         """
-        from .ingest import collect_garbage
-
         return collect_garbage(self)
 
     def verify(
@@ -311,7 +323,8 @@ class Archive:
 
     def info(self) -> ArchiveInfo:
         """Return the sizes of the whole archive."""
-        sessions = self.sessions()
+        with self._read() as snapshot:
+            found = survey(self, snapshot)
         backend = self._backend.info()
         return ArchiveInfo(
             path=self.path,
@@ -320,13 +333,14 @@ class Archive:
             created=int(self._about.get("created", 0)),
             file_bytes=backend.file_bytes,
             free_bytes=backend.free_bytes,
-            frame_bytes=sum(session.frame_bytes for session in sessions),
-            n_sessions=len(sessions),
+            frame_bytes=sum(session.frame_bytes for session in found.sessions),
+            n_sessions=len(found.sessions) + len(found.damaged),
+            n_damaged=len(found.damaged),
         )
 
     def close(self) -> None:
         """Close all sessions and the archive; what was not committed is lost."""
-        for session in list(self._sessions):
+        for session in self._open_sessions():
             session.close()
         self._backend.close()
 
@@ -348,8 +362,13 @@ class Archive:
 
     def _make_session(self, name: str, model: Model, owner: int) -> Session:
         session = Session(self, name, model, owner)
-        self._sessions.add(session)
+        with self._lock:
+            self._sessions.add(session)
         return session
+
+    def _open_sessions(self) -> list[Session]:
+        with self._lock:
+            return list(self._sessions)
 
     def _appender(self, name: str, reader: Reader) -> SessionWriter:
         """Take a session's lease and return its appender."""
@@ -379,7 +398,3 @@ class Archive:
     ) -> None:
         with self._backend.write(self._timeout) as transaction:
             self._catalog.publish(transaction, name, record, model, values, replaces)
-
-
-def _default_codec() -> CodecConfig:
-    return TKV1()

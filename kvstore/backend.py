@@ -21,6 +21,8 @@ Value: TypeAlias = bytes | memoryview
 MEMORY_PREFIX: Final = "memory:"
 #: Longest key in bytes: LMDB's own limit.
 MAX_KEY_BYTES: Final = 511
+# Thirty years; much longer ones overflow the system's clock.
+_LONGEST_WAIT: Final = 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +155,20 @@ class Backend(Protocol):
         ...
 
 
+def check_timeout(seconds: object) -> float:
+    """Return a time-out that the system's clock can take; `InvalidArgument` if it is none."""
+    if not isinstance(seconds, int | float) or not seconds >= 0:
+        raise InvalidArgument(f"lock_timeout {seconds!r}: expected seconds")
+    return float(min(seconds, _LONGEST_WAIT))
+
+
+def _is_path(text: str) -> bool:
+    try:
+        return b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
+
+
 def open_backend(
     path: str | os.PathLike[str],
     mode: Mode,
@@ -182,11 +198,11 @@ def open_backend(
     """
     if mode not in ("r", "a"):
         raise InvalidArgument(f"mode {mode!r}, expected 'r' (read) or 'a' (create or append)")
-    if map_size is not None and not (isinstance(map_size, int) and map_size > 0):
+    if map_size is not None and not (type(map_size) is int and 0 < map_size < 1 << 63):
         raise InvalidArgument(f"map_size {map_size!r} is not a positive number of bytes")
-    if not isinstance(path, str | os.PathLike):
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else path
+    if not isinstance(text, str) or not _is_path(text):
         raise InvalidArgument(f"path {path!r}: expected a string or a path")
-    text = os.fspath(path)
     if kind is None:
         kind = "memory" if text.startswith(MEMORY_PREFIX) else "lmdb"
     # Backends never import each other, and nobody pays for one that is not used.

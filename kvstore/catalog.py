@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
-from kvcodecs.codec import CodecConfig, codec_for
-from kvcodecs.errors import Corrupt, InvalidArgument, NotFound
+from kvcodecs.codec import CodecConfig
+from kvcodecs.errors import Corrupt, InvalidArgument, NotFound, Truncated, Unsupported
 from kvcodecs.spec import Kind
 
 from . import keys
@@ -17,13 +17,18 @@ from .layout import check_configs
 from .records import (
     SessionRecord,
     check_archive,
+    check_record,
     load_session,
     model_of,
+    owner_of,
     pack_archive,
     pack_identity,
     unpack_identity,
     unpack_session,
 )
+
+#: Stands for the owner that a damaged record does not tell; no session has it.
+UNKNOWN_OWNER: Final = 0
 
 
 class Catalog:
@@ -41,8 +46,18 @@ class Catalog:
         self._records: dict[str, tuple[bytes, SessionRecord]] = {}
 
     def owner(self, snapshot: Snapshot, name: str) -> int:
-        """Return the id under which a session's frames are stored."""
-        return self.record(snapshot, name).owner
+        """Return the id under which a session's frames are stored, whether or not they are read.
+
+        `UNKNOWN_OWNER` if the record is damaged and does not say.
+        """
+        where = f"{self.path}: session {name!r}"
+        value = snapshot.get(keys.session_key(name))
+        if value is None:
+            raise NotFound(f"{where}: no such session")
+        try:
+            return owner_of(load_session(value, name, where), where)
+        except (Corrupt, Truncated, Unsupported):
+            return UNKNOWN_OWNER
 
     def record(
         self, snapshot: Snapshot, name: str, owner: int | None = None, *, fresh: bool = False
@@ -85,11 +100,17 @@ class Catalog:
         model: Model,
         codec: CodecConfig | Mapping[Kind, CodecConfig] | None,
         owner: int,
+        source: int | None = None,
     ) -> tuple[Mapping[Kind, CodecConfig], dict[bytes, bytes]]:
-        """Return the codecs and the stream headers of another session, under a new owner."""
+        """Return the codecs and the stream headers of another session, under a new owner.
+
+        `source` is the owner that session must have.
+        """
         where = f"{self.path}: stats_from session {name!r}"
         values: dict[bytes, bytes] = {}
         record = self.record(snapshot, name)
+        if source is not None and record.owner != source:
+            raise InvalidArgument(f"{where}: the given session is not the one in this archive")
         check_identity(self.model(snapshot, record.model), model, where)
         configs = record.codecs if codec is None else check_configs(codec)
         for (layer, kind), state in record.streams.items():
@@ -98,10 +119,11 @@ class Catalog:
                     f"{where}: layer {layer} {kind} has no stream header yet; it needs "
                     f"{record.fit_tokens} committed tokens"
                 )
-            if codec_for(configs[kind]).number != codec_for(record.codecs[kind]).number:
+            if configs[kind] != record.codecs[kind]:
+                # The step is in the header that is taken: another configuration would be a lie.
                 raise InvalidArgument(
-                    f"{where}: {kind} is coded with {record.codecs[kind].codec}, "
-                    f"not {configs[kind].codec}"
+                    f"{where}: {kind} is coded with {record.codecs[kind]}, not {configs[kind]}; "
+                    "leave codec out"
                 )
             value = snapshot.get(keys.stream_key(keys.HEADER, record.owner, layer, kind))
             if value is None:
@@ -125,27 +147,40 @@ class Catalog:
         values
             What else to store with them.
         replaces
-            Owner of the session of this name that goes in the same transaction.
+            Owner of the session of this name that goes in the same transaction; may be
+            `UNKNOWN_OWNER`.
 
         Raises
         ------
         InvalidArgument
-            The name is taken.
+            The name is taken, or the record would not read back.
         NotFound
             Another session has the name than the one to replace.
         """
         key = keys.session_key(name)
+        value = check_record(record, name, model, f"{self.path}: session {name!r}")
         if replaces is not None:
             if self.owner(transaction, name) != replaces:
                 raise NotFound(f"{self.path}: session {name!r} was replaced meanwhile")
             delete_owned(transaction, replaces)
         elif transaction.get(key) is not None:
             raise InvalidArgument(f"{self.path}: session {name!r} exists already")
-        if transaction.get(keys.identity_key(record.model)) is None:
-            transaction.put(keys.identity_key(record.model), pack_identity(model))
-        for other, value in values.items():
-            transaction.put(other, value)
-        transaction.put(key, record.pack(name))
+        self._publish_model(transaction, record.model, model)
+        for other, content in values.items():
+            transaction.put(other, content)
+        transaction.put(key, value)
+
+    def _publish_model(self, transaction: Transaction, digest: bytes, model: Model) -> None:
+        """Store a model that is not there, or there and damaged: its digest says what it was."""
+        try:
+            self.model(transaction, digest, fresh=True)
+        except (Corrupt, Truncated, Unsupported):
+            value = pack_identity(model)
+            try:
+                unpack_identity(value, digest, f"{self.path}: model {model.name!r}")
+            except (Corrupt, Truncated, Unsupported) as error:
+                raise InvalidArgument(f"the model would not read back: {error}") from error
+            transaction.put(keys.identity_key(digest), value)
 
     def forget(self, name: str) -> None:
         """Drop what is kept of a deleted session."""
@@ -177,7 +212,9 @@ def begin(backend: Backend, mode: Mode, timeout: float) -> dict[str, Any]:
 
 
 def delete_owned(transaction: Transaction, owner: int) -> int:
-    """Delete everything stored under an owner; return the bytes of the values."""
+    """Delete everything stored under an owner, if it is known; return the bytes of the values."""
+    if owner == UNKNOWN_OWNER:
+        return 0
     n_bytes = 0
     for prefix in keys.OWNED:
         found = [

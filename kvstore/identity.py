@@ -23,6 +23,8 @@ from .keys import DIGEST_BYTES
 #: A layer's rope: its own, none at all, or ``"model"`` for the model's.
 LayerRope: TypeAlias = Rope | Literal["model"] | None
 MAX_LAYERS: Final = 1 << 16
+MAX_METADATA_BYTES: Final = 1 << 20
+MAX_METADATA_DEPTH: Final = 32
 _TEXTS: Final = ("name", "revision", "dtype", "layout", "shard", "salt")
 
 
@@ -246,11 +248,35 @@ def check_model(model: object) -> None:
 
 
 def check_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return a session's metadata as a dict; `InvalidArgument` if it is not a JSON object."""
+    """Return a copy of a session's metadata, as it will be read back.
+
+    Raises
+    ------
+    InvalidArgument
+        Not a JSON object, or more of it than a record should hold, which every commit rewrites.
+    """
     if metadata is not None and not isinstance(metadata, Mapping):
         raise InvalidArgument(f"metadata {metadata!r}: expected a JSON object (a dict)")
-    found = dict(metadata or {})
-    canonical_json(found)
+    text = canonical_json(dict(metadata or {}))
+    if len(text) > MAX_METADATA_BYTES:
+        raise InvalidArgument(
+            f"metadata of {len(text)} bytes: at most {MAX_METADATA_BYTES}; keep it elsewhere"
+        )
+    try:
+        found: dict[str, Any] = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgument(f"metadata cannot be read back: {error}") from error
+    # Level by level: no recursion, however deep.
+    level: list[Any] = [found]
+    for _ in range(MAX_METADATA_DEPTH):
+        level = [
+            child
+            for item in level
+            if isinstance(item, dict | list)
+            for child in (item.values() if isinstance(item, dict) else item)
+        ]
+    if any(isinstance(item, dict | list) for item in level):
+        raise InvalidArgument(f"metadata nests more than {MAX_METADATA_DEPTH} levels deep")
     return found
 
 

@@ -11,13 +11,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kvcodecs.errors import Corrupt
 from kvcodecs.frame import HEADER_BYTES, ErrorStats, FrameHeader
 from kvcodecs.spec import Kind
 
 from . import keys
 from .backend import Passing, Snapshot
 from .identity import Model
-from .reader import Reader, all_pieces
+from .pieces import all_pieces
+from .reader import Reader
 from .records import SessionRecord
 from .token_ids import CHUNK_TOKENS
 
@@ -156,7 +158,9 @@ class ArchiveInfo:
     file_bytes, free_bytes
         The data file, and the part of it that will be used again before it grows.
     frame_bytes
-        Frames of all sessions.
+        Frames of all sessions that are not damaged.
+    n_damaged
+        Sessions that `Archive.damaged` names; they are among `n_sessions`.
     """
 
     path: str
@@ -167,6 +171,7 @@ class ArchiveInfo:
     free_bytes: int
     frame_bytes: int
     n_sessions: int
+    n_damaged: int = 0
 
     @property
     def overhead(self) -> float:
@@ -193,7 +198,10 @@ def session_info(
     n_bytes = _stored(snapshot, keys.session_key(name))
     if record.has_ids:
         for chunk in range(-(-record.n_tokens // CHUNK_TOKENS)):
-            n_bytes += _stored(snapshot, keys.tokens_key(record.owner, chunk))
+            size = _stored(snapshot, keys.tokens_key(record.owner, chunk))
+            if not size:
+                raise Corrupt(f"{reader.where} token ids chunk {chunk}: missing")
+            n_bytes += size
     return SessionInfo(
         name=name,
         model=reader.model,

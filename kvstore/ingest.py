@@ -1,4 +1,4 @@
-"""Storing a whole session in constant memory, and clearing up after writers that were killed.
+"""Storing a whole session in constant memory.
 
 `ingest` takes one stream after the other from a source that can be larger than memory. Frames
 go into the archive under an owner that no session names yet; one small transaction at the end
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 from kvcodecs.codec import CodecConfig
-from kvcodecs.errors import InvalidArgument, KvError, Locked
+from kvcodecs.errors import InvalidArgument, KvError
 from kvcodecs.rope import to_coded
 from kvcodecs.spec import F32, Kind, KState
 from kvcodecs.tensor import check_tensor
@@ -26,7 +26,7 @@ from . import keys
 from .catalog import delete_owned
 from .identity import Model, check_metadata, check_model
 from .layout import check_fit_tokens, make_streams, new_layout
-from .records import SessionRecord, StreamName
+from .records import SessionRecord, StreamName, check_record
 from .session import Session
 from .stream import Prepared, Put, StreamWriter
 from .token_ids import CHUNK_TOKENS, check_ids, pack_ids
@@ -34,7 +34,6 @@ from .writer import SPILL_BYTES
 
 if TYPE_CHECKING:
     from .archive import Archive
-    from .backend import Snapshot
 
 #: Smaller than the writer's: the source's own pages count as well.
 _FLUSH_BYTES = SPILL_BYTES // 2
@@ -120,7 +119,9 @@ def ingest(
         created=int(time.time()),
         metadata=metadata,
     )
-    # Held until published, so that `collect_garbage` leaves the frames alone.
+    # Hours of coding should not end with a record that cannot be published.
+    check_record(replace(record, n_tokens=0), name, model, where)
+    # Held until published, so that `Archive.gc` leaves the frames alone.
     lease = archive._backend.lease(owner, name)
     try:
         sink = _Sink(archive)
@@ -153,46 +154,6 @@ def ingest(
     finally:
         lease.release()
     return archive.session(name)
-
-
-def collect_garbage(archive: Archive) -> int:
-    """Remove leftovers of killed writers; return their bytes. See `Archive.gc`."""
-    backend = archive._backend
-    n_bytes = 0
-    with backend.write(archive._timeout) as transaction:
-        live: dict[int, tuple[str, SessionRecord]] = {}
-        models = set()
-        for key, _ in transaction.scan(keys.SESSION):
-            name = keys.parse(key).name or ""
-            record = archive._catalog.record(transaction, name)
-            live[record.owner] = name, record
-            models.add(record.model)
-        for owner in _owners(transaction):
-            try:
-                lease = backend.lease(owner, live[owner][0] if owner in live else f"{owner:016x}")
-            except Locked:
-                continue  # somebody is appending, or storing a session not yet published
-            try:
-                found = [
-                    (key, value.nbytes)
-                    for prefix in keys.OWNED
-                    for key, value in transaction.scan(keys.owner_prefix(prefix, owner))
-                    if owner not in live or not _is_needed(key, live[owner][1])
-                ]
-                for key, size in found:
-                    transaction.delete(key)
-                    n_bytes += size
-            finally:
-                lease.release()
-        unused = [
-            (key, value.nbytes)
-            for key, value in transaction.scan(keys.IDENTITY)
-            if keys.parse(key).digest not in models
-        ]
-        for key, size in unused:
-            transaction.delete(key)
-            n_bytes += size
-    return n_bytes
 
 
 def _coded(
@@ -269,37 +230,6 @@ def _store(
     writer.push(prepared, on_seal)
     writer.fix_if_due()
     sink.add(writer.puts())
-
-
-def _owners(snapshot: Snapshot) -> list[int]:
-    found = set()
-    for prefix in keys.OWNED:
-        for key, _ in snapshot.scan(prefix):
-            owner = keys.parse(key).owner
-            if owner is not None:
-                found.add(owner)
-    return sorted(found)
-
-
-def _is_needed(stored: bytes, record: SessionRecord) -> bool:
-    """Whether a key of a published session is one that its record says exists."""
-    key = keys.parse(stored)
-    if key.prefix == keys.TOKENS:
-        index = key.index or 0
-        return record.has_ids and index * CHUNK_TOKENS < record.n_tokens
-    if key.layer is None or key.kind is None:
-        return False
-    state = record.streams.get((key.layer, key.kind))
-    if state is None:
-        return False
-    n_own = record.n_tokens - state.start
-    if key.prefix == keys.HEADER:
-        return state.has_header
-    if key.prefix == keys.HEAD:
-        return state.n_head > 0
-    if key.prefix == keys.TAIL:
-        return state.has_header and n_own % state.block_tokens > 0
-    return state.has_header and (key.index or 0) < n_own // state.block_tokens
 
 
 def _remove(archive: Archive, owner: int, cause: BaseException) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
+import numpy as np
 from kvcodecs.codec import CodecConfig, codec_for
 from kvcodecs.errors import InvalidArgument
 from kvcodecs.spec import Kind, StreamSpec
@@ -20,6 +21,7 @@ _BITS_PER_VALUE: Final = 2.5
 _MIN_BLOCK: Final = 128
 _MAX_BLOCK: Final = 1024
 MAX_FIT_TOKENS: Final = 1 << 16
+MAX_BLOCK_TOKENS: Final = 1 << 20
 
 
 def auto_block_tokens(spec: StreamSpec) -> int:
@@ -34,17 +36,18 @@ def auto_block_tokens(spec: StreamSpec) -> int:
 
 
 def new_layout(
-    model: Model, block_tokens: int | str, has_header: bool
+    model: Model, block_tokens: object, has_header: bool
 ) -> dict[StreamName, StreamState]:
     """Return the layout of a session without tokens."""
-    if block_tokens != "auto" and not (
-        isinstance(block_tokens, int) and 1 <= block_tokens <= 1 << 20
-    ):
-        raise InvalidArgument(f"block_tokens {block_tokens!r}: 'auto' or 1 to {1 << 20}")
+    fixed = None if isinstance(block_tokens, str) and block_tokens == "auto" else block_tokens
+    if isinstance(fixed, np.integer):
+        fixed = int(fixed)
+    # A bool is an int to Python, but not in JSON.
+    if fixed is not None and not (type(fixed) is int and 1 <= fixed <= MAX_BLOCK_TOKENS):
+        raise InvalidArgument(f"block_tokens {block_tokens!r}: 'auto' or 1 to {MAX_BLOCK_TOKENS}")
     layout: dict[StreamName, StreamState] = {}
     for name in model.streams():
-        auto = auto_block_tokens(model.stream(*name))
-        n = auto if isinstance(block_tokens, str) else block_tokens
+        n = auto_block_tokens(model.stream(*name)) if fixed is None else fixed
         layout[name] = StreamState(n, has_header=has_header)
     return layout
 
@@ -90,3 +93,12 @@ def check_fit_tokens(fit_tokens: object) -> None:
     """Raise `InvalidArgument` unless it is an integer from 1 to 65536."""
     if type(fit_tokens) is not int or not 1 <= fit_tokens <= MAX_FIT_TOKENS:
         raise InvalidArgument(f"fit_tokens {fit_tokens!r}: 1 to {MAX_FIT_TOKENS}")
+
+
+def check_threads(n_threads: object) -> int | None:
+    """Return a number of threads, or None; `InvalidArgument` unless it is positive."""
+    if n_threads is None:
+        return None
+    if isinstance(n_threads, bool) or not isinstance(n_threads, int | np.integer) or n_threads < 1:
+        raise InvalidArgument(f"n_threads {n_threads!r}: expected a positive number, or None")
+    return int(n_threads)

@@ -17,7 +17,7 @@ from typing import Final
 
 from kvcodecs.errors import Full, InvalidArgument, Locked
 
-_LEASE_DIRECTORY: Final = "leases"
+LEASE_DIRECTORY: Final = "leases"
 
 
 class FileLease:
@@ -70,7 +70,7 @@ def take_file_lease(archive: str, owner: int, name: str) -> FileLease:
     Full, InvalidArgument
         The lease file cannot be made.
     """
-    directory = os.path.join(archive, _LEASE_DIRECTORY)
+    directory = os.path.join(archive, LEASE_DIRECTORY)
     path = os.path.join(directory, f"{owner:016x}.lock")
     try:
         os.makedirs(directory, exist_ok=True)

@@ -6,8 +6,7 @@ the range alone: frames are found by key, never by searching. FORMAT.md sections
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -29,8 +28,10 @@ from kvcodecs.spec import F32, Kind, KState, StreamSpec
 
 from . import keys
 from .backend import Passing, Snapshot
+from .forks import ForkLock
 from .identity import Model
-from .records import HEADER_MAGIC, SessionRecord, StreamState, located
+from .pieces import Piece, pieces
+from .records import HEADER_MAGIC, SessionRecord, located
 
 # Payloads and RoPE tables that are at hand at a time: mapped pages count as memory once touched.
 _BATCH_BYTES: Final = 8 << 20
@@ -46,33 +47,6 @@ class Coding:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """One stored frame of a stream.
-
-    Attributes
-    ----------
-    key
-        Where it is.
-    raw
-        Whether it is the head, stored raw.
-    first_token, n_tokens
-        What it holds.
-    start, stop
-        The part of it that is read; after a raw head, the first block's is not all of it.
-    name
-        ``"layer 3 k block 7"`` and the like.
-    """
-
-    key: bytes
-    raw: bool
-    first_token: int
-    n_tokens: int
-    start: int
-    stop: int
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
 class Request:
     """Tokens ``[start, stop)`` of one stream, and the output for them."""
 
@@ -81,59 +55,6 @@ class Request:
     start: int
     stop: int
     out: npt.NDArray[Any]
-
-
-def pieces(
-    owner: int, layer: int, kind: Kind, state: StreamState, n_tokens: int, start: int, stop: int
-) -> Iterator[Piece]:
-    """Yield the frames that cover committed tokens ``[start, stop)`` of a stream, in order.
-
-    Parameters
-    ----------
-    state, n_tokens
-        Layout and committed tokens, from the session record.
-    """
-    name = f"layer {layer} {kind}"
-    head_stop = state.start + state.n_head
-    if start < min(stop, head_stop):
-        yield Piece(
-            keys.stream_key(keys.HEAD, owner, layer, kind),
-            True,
-            state.start,
-            state.n_head,
-            start,
-            min(stop, head_stop),
-            f"{name} head",
-        )
-    at = max(start, head_stop)
-    while at < stop:
-        block = (at - state.start) // state.block_tokens
-        first = state.start + block * state.block_tokens
-        n_block = min(state.block_tokens, n_tokens - first)
-        sealed = n_block == state.block_tokens
-        key = (
-            keys.frame_key(owner, layer, kind, block)
-            if sealed
-            else keys.stream_key(keys.TAIL, owner, layer, kind)
-        )
-        until = min(stop, first + n_block)
-        what = f"block {block}" if sealed else f"tail (block {block})"
-        yield Piece(key, False, first, n_block, at, until, f"{name} {what}")
-        at = until
-
-
-def all_pieces(
-    owner: int, layer: int, kind: Kind, state: StreamState, n_tokens: int
-) -> list[Piece]:
-    """Return every frame that a stream must have: the head, and all blocks behind its header."""
-    found = list(pieces(owner, layer, kind, state, n_tokens, state.start, n_tokens))
-    if state.n_head and state.has_header:
-        # Readers take the first tokens from the head, yet blocks hold them too.
-        blocks = StreamState(state.block_tokens, state.start, 0, True)
-        found = found[:1] + list(
-            pieces(owner, layer, kind, blocks, n_tokens, state.start, n_tokens)
-        )
-    return found
 
 
 class Reader:
@@ -153,7 +74,7 @@ class Reader:
         self.model, self.owner, self.where = model, owner, where
         # Headers are fixed once, so what was read stays true.
         self._codings: dict[tuple[int, Kind], Coding] = {}
-        self._lock = threading.Lock()
+        self._lock = ForkLock()
         self._n_frames = 0
         self._raw: dict[StreamSpec, Coding] = {}
 
@@ -198,7 +119,7 @@ class Reader:
         where = f"{self.where} {piece.name}"
         value = snapshot.get(piece.key)
         if value is None:
-            raise Corrupt(f"{where}: missing; the archive has lost a frame, restore a copy")
+            raise _missing(where)
         try:
             header, payload = open_frame(value, where)
         except (Corrupt, Truncated) as error:
@@ -218,6 +139,22 @@ class Reader:
                     f"{where}: another frame is stored here: {what} {found}, expected {expected}"
                 )
         return coding, header, payload
+
+    def check_end(
+        self, snapshot: Snapshot, record: SessionRecord, layer: int, kind: Kind, stop: int
+    ) -> None:
+        """Check that the frame of the last token before `stop` exists, before memory is taken.
+
+        Raises
+        ------
+        Corrupt
+            It does not: the record promises tokens that are not there.
+        """
+        state = record.streams[layer, kind]
+        first = max(stop - 1, state.start)
+        for piece in pieces(self.owner, layer, kind, state, record.n_tokens, first, stop):
+            if snapshot.get(piece.key) is None:
+                raise _missing(f"{self.where} {piece.name}")
 
     def read(
         self,
@@ -342,6 +279,10 @@ class Reader:
             codec = codec_by_number(0)
             self._raw[spec] = Coding(codec, codec.fit(Raw(), spec, lambda: ()), 0)
         return self._raw[spec]
+
+
+def _missing(where: str) -> Corrupt:
+    return Corrupt(f"{where}: missing; the archive has lost a frame, restore a copy")
 
 
 class _Tables:

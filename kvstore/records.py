@@ -153,6 +153,32 @@ def load_session(value: memoryview | bytes, name: str, where: str) -> dict[str, 
     return data
 
 
+def owner_of(data: Mapping[str, Any], where: str) -> int:
+    """Return the owner in the JSON of a session record."""
+    try:
+        return _owner(data["owner"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise Corrupt(f"{where}: session record: owner {error!r}") from error
+
+
+def check_record(record: SessionRecord, name: str, model: Model, where: str) -> bytes:
+    """Return the stored value of a record that is about to be published, once it reads back.
+
+    Raises
+    ------
+    InvalidArgument
+        No reader could make sense of it.
+    """
+    value = record.pack(name)
+    try:
+        again = unpack_session(load_session(value, name, where), model.streams(), where)
+    except (Corrupt, Truncated, Unsupported) as error:
+        raise InvalidArgument(f"{where}: the record would not read back: {error}") from error
+    if again.pack(name) != value:
+        raise InvalidArgument(f"{where}: the record would read back as another one")
+    return value
+
+
 def model_of(data: Mapping[str, Any], where: str) -> bytes:
     """Return the digest of the model in the JSON of a session record."""
     try:
@@ -180,7 +206,7 @@ def _session(data: dict[str, Any], names: list[StreamName], where: str) -> Sessi
                 raise Corrupt(f"{where}: session record: layer {name[0]} {name[1]}: {state}")
             streams[name] = state
         return SessionRecord(
-            owner=_owner(data["owner"]),
+            owner=owner_of(data, where),
             model=model_of(data, where),
             n_tokens=n_tokens,
             codecs=configs,
@@ -189,7 +215,7 @@ def _session(data: dict[str, Any], names: list[StreamName], where: str) -> Sessi
             has_ids=bool(data.get("ids", 0)),
             post=bool(data.get("post", 0)),
             created=_number(data.get("created", 0)),
-            metadata=data.get("metadata", {}),
+            metadata=_object(data.get("metadata", {})),
         )
     except (KeyError, TypeError, ValueError, IndexError) as error:
         if isinstance(error, KvError):
@@ -215,12 +241,16 @@ def check_archive(value: memoryview | bytes, where: str) -> dict[str, Any]:
     """
     data = _load(ARCHIVE_MAGIC, value, where)
     version = data.get("format")
-    if not isinstance(version, int) or version < 1:
+    if type(version) is not int or version < 1:
         raise Corrupt(f"{where}: archive record: format {version!r}")
     if version > FORMAT_VERSION:
         raise Unsupported(
             f"{where}: archive format {version}, this release reads up to {FORMAT_VERSION}; upgrade"
         )
+    try:
+        _number(data.get("created", 0))
+    except ValueError as error:
+        raise Corrupt(f"{where}: archive record: created: {error}") from error
     return data
 
 
@@ -251,12 +281,22 @@ def located(where: str) -> Iterator[None]:
 def _load(magic: bytes, value: memoryview | bytes, where: str) -> dict[str, Any]:
     body = open_record(magic, value, where)
     try:
-        data = json.loads(bytes(body))
+        data = json.loads(bytes(body), parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         raise Corrupt(f"{where}: record is not JSON: {error}") from error
     if not isinstance(data, dict):
         raise Corrupt(f"{where}: record is not a JSON object")
     return data
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _object(value: object) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"metadata {value!r} is not an object")
+    return value
 
 
 def _owner(value: str) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +12,10 @@ import numpy.typing as npt
 from kvcodecs.errors import Closed, InvalidArgument
 from kvcodecs.spec import KINDS, Kind, KState, float_dtype
 
+from .forks import ForkLock
 from .identity import Model
 from .info import SessionInfo, session_info
+from .layout import check_threads
 from .reader import Reader, Request, check_range
 from .token_ids import Ids, read_ids
 from .writer import SessionWriter, Tensors
@@ -36,7 +37,7 @@ class Session:
         self._archive, self._name = archive, name
         self._where = f"{archive.path}: session {name!r}"
         self._reader = Reader(model, owner, self._where)
-        self._lock = threading.RLock()
+        self._lock = ForkLock()
         self._writer: SessionWriter | None = None
         self._closed = False
         self._process = os.getpid()
@@ -189,6 +190,8 @@ class Session:
                 record, layer, kind, start, stop, self._where, self._n_appended()
             )
             _check_k_state(k_state)
+            n_threads = check_threads(n_threads)
+            self._reader.check_end(snapshot, record, layer, kind, stop)
             shape = (spec.heads, stop - start, spec.head_dim)
             if out is None:
                 out = np.empty(shape, self._dtype(dtype))
@@ -226,6 +229,7 @@ class Session:
         """
         chosen = range(self.model.n_layers) if layers is None else list(layers)
         _check_k_state(k_state)
+        n_threads = check_threads(n_threads)
         requests: list[Request] = []
         results: list[Tensor | list[Tensor | None]] = []
         with self._archive._read() as snapshot:
@@ -242,6 +246,7 @@ class Session:
                     lo, hi = check_range(
                         record, layer, kind, start, stop, self._where, self._n_appended()
                     )
+                    self._reader.check_end(snapshot, record, layer, kind, hi)
                     shape = (spec.heads, hi - lo, spec.head_dim)
                     if stacked is None and self.model.is_uniform(chosen, kind):
                         stacked = np.empty((len(chosen), *shape), out_dtype)
@@ -279,7 +284,10 @@ class Session:
             return session_info(snapshot, self._name, record, self._reader)
 
     def close(self) -> None:
-        """Drop what was not committed and let another appender in; reading goes on working."""
+        """Drop what was not committed and let another appender in; reading goes on working.
+
+        Never waits in a forked child, where the session belongs to the parent.
+        """
         with self._lock:
             self._closed = True
             if self._writer is not None:
@@ -318,3 +326,12 @@ class Session:
 def _check_k_state(k_state: str) -> None:
     if k_state not in ("pre", "post"):
         raise InvalidArgument(f"k_state {k_state!r}, expected 'pre' or 'post'")
+
+
+def source_of(stats_from: object) -> tuple[str, int | None]:
+    """Return name and, of a session object, owner of the session that headers come from."""
+    if isinstance(stats_from, str):
+        return stats_from, None
+    if not isinstance(stats_from, Session):
+        raise InvalidArgument(f"stats_from {stats_from!r}: expected a session or its name")
+    return stats_from.name, stats_from._reader.owner

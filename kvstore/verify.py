@@ -3,6 +3,10 @@
 What is checked: every record, stream header, chunk of token ids and frame has a right checksum
 and is in its place, every frame that a session's record promises exists, and with `decode`
 every block decodes. Leftovers of killed writers are counted, they are no problem.
+
+What is not: the pages in which LMDB keeps its tree have no checksum. A damaged one mostly shows as
+values that are missing or wrong, and can also stop the process (SIGBUS, SIGABRT) or lead back to an
+earlier commit. Where that must not take more with it, verify in a process of its own; keep copies.
 """
 
 from __future__ import annotations
@@ -16,7 +20,8 @@ from kvcodecs.frame import HEADER_BYTES
 
 from . import keys
 from .backend import Passing, Snapshot
-from .reader import Piece, Reader, all_pieces
+from .pieces import Piece, all_pieces, count_frames
+from .reader import Reader
 from .records import SessionRecord, check_archive, unpack_identity
 from .token_ids import CHUNK_TOKENS, read_id_chunk
 
@@ -79,6 +84,10 @@ def verify(
     -------
     report : Report
         Errors are in it, not raised; only an archive that cannot be read at all raises.
+
+    Notes
+    -----
+    Pages of LMDB's own have no checksum: a damaged one can stop the process (FORMAT.md 6).
     """
     report = Report(decoded=decode)
     with archive._read() as snapshot:
@@ -105,7 +114,7 @@ def verify(
             elif parsed.prefix == keys.SESSION and parsed.name is not None:
                 report.n_sessions += 1
                 checked(key)
-                for part in _check_session(archive, snapshot, parsed.name, report):
+                for part in _check_session(archive, snapshot, parsed.name, every, report):
                     if part in every:  # a missing one has been reported
                         checked(part)
         report.n_leftover = len(every - seen)
@@ -136,7 +145,7 @@ def _check_identity(
 
 
 def _check_session(
-    archive: Archive, snapshot: Snapshot, name: str, report: Report
+    archive: Archive, snapshot: Snapshot, name: str, every: set[bytes], report: Report
 ) -> Iterator[bytes]:
     """Check one session and yield the keys that it names."""
     where = f"session {name!r}"
@@ -147,6 +156,14 @@ def _check_session(
         report.add(where, error)
         return
     reader = Reader(model, record.owner, f"{archive.path}: {where}")
+    n_frames = count_frames(record)
+    if n_frames > len(every):  # not worth a look at each, nor a line
+        message = f"the record promises {n_frames} frames, the archive has {len(every)} entries"
+        report.add(where, Corrupt(f"{reader.where}: {message}; restore a copy"))
+        for prefix in keys.OWNED:
+            start = keys.owner_prefix(prefix, record.owner)
+            yield from (key for key in every if key.startswith(start))
+        return
     passing = Passing(snapshot)
     for (layer, kind), state in record.streams.items():
         spot = f"{where} layer {layer} {kind}"

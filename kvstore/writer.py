@@ -22,8 +22,9 @@ from kvcodecs.tensor import check_tensor
 
 from . import keys
 from .backend import Backend, Lease, Snapshot
-from .layout import make_streams
-from .reader import Reader, pieces
+from .layout import check_threads, make_streams
+from .pieces import pieces
+from .reader import Reader
 from .records import (
     MAX_TOKENS,
     SessionRecord,
@@ -97,7 +98,7 @@ class SessionWriter:
             raise InvalidArgument(f"{self._where}: more than {MAX_TOKENS} tokens")
         ids = self._check_ids(token_ids, n_new)
         starts = {name: self._check_count(name, x.shape[1], n_new) for name, x in tensors.items()}
-        n_threads = n_threads or available_cpus()
+        n_threads = check_threads(n_threads) or available_cpus()
         n_values = sum(x.size for x in tensors.values())
         n_workers = min(n_threads, len(tensors)) if n_values >= _MANY_VALUES else 1
         prepared = self._prepare_all(tensors, starts, k_state, n_workers)

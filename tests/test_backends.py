@@ -4,7 +4,7 @@ import os
 import threading
 
 import pytest
-from kvcodecs.errors import Closed, Full, InvalidArgument, Locked, NotFound, Truncated
+from kvcodecs.errors import Closed, Corrupt, Full, InvalidArgument, Locked, NotFound, Truncated
 
 from kvstore.backend import open_backend
 from kvstore.backends import memory
@@ -212,8 +212,11 @@ class BackendSuite:
             open_backend(place, "w")
         with pytest.raises(InvalidArgument, match="backend 'x'"):
             open_backend(place, "a", kind="x")
-        with pytest.raises(InvalidArgument, match="map_size 0"):
-            open_backend(place, "a", map_size=0)
+        for size in (0, True, 1.5, 1 << 64, 1 << 100):
+            with pytest.raises(InvalidArgument, match="map_size"):
+                open_backend(place, "a", map_size=size)
+        with pytest.raises(InvalidArgument, match="expected a string or a path"):
+            open_backend(b"bytes", "a")
 
 
 class TestMemory(BackendSuite):
@@ -309,6 +312,100 @@ class TestLmdb(BackendSuite):
         assert n_short, "LMDB has changed its ways: the look at the free list may go"
         backend.close()
 
+    @pytest.mark.parametrize("company", [["lock.mdb", "leases"], ["leases"], []])
+    def test_an_empty_file_is_an_archive_that_lost_its_data(self, backend, place, company):
+        self.put(backend, a=b"1")
+        backend.close()
+        os.truncate(os.path.join(place, "data.mdb"), 0)
+        for name in {"lock.mdb", "leases"} - set(company):
+            path = os.path.join(place, name)
+            (os.rmdir if os.path.isdir(path) else os.unlink)(path)
+        for mode in ("r", "a"):
+            with pytest.raises(Truncated, match="empty"):
+                open_backend(place, mode)
+
+    def test_a_writer_killed_at_the_very_start(self, place):
+        """It has made its lock file and an empty data file."""
+        os.mkdir(place)
+        for name in ("data.mdb", "lock.mdb"):
+            open(os.path.join(place, name), "wb").close()
+        with pytest.raises(Truncated, match="empty"):
+            open_backend(place, "r")
+        backend = open_backend(place, "a")
+        self.put(backend, a=b"1")
+        backend.close()
+
+    @pytest.mark.parametrize("bit", [20, 26, 31, 40, 52, 63])
+    def test_a_wrong_last_page_costs_nothing(self, backend, place, bit):
+        """The number is in LMDB's newer head page, which has no checksum."""
+        import struct
+        import tracemalloc
+
+        self.put(backend, a=bytes(100_000))
+        backend.close()
+        data = os.path.join(place, "data.mdb")
+        with open(data, "r+b") as file:
+            heads = file.read(8192)
+            newer = max((0, 4096), key=lambda at: struct.unpack_from("=Q", heads, at + 144)[0])
+            (last,) = struct.unpack_from("=Q", heads, newer + 136)
+            file.seek(newer + 136)
+            file.write(struct.pack("=Q", last ^ 1 << bit))
+        tracemalloc.start()
+        try:
+            with pytest.raises((Truncated, Full, Corrupt)):
+                open_backend(place, "r").read().__enter__()
+            assert tracemalloc.get_traced_memory()[1] < 4 << 20
+        finally:
+            tracemalloc.stop()
+
+    def test_a_damaged_free_list_costs_nothing(self, tmp_path):
+        """Pages that point to themselves, out of the file, or are not there."""
+        import struct
+
+        from kvstore.backends._freelist import tail_is_free
+
+        page = 4096
+
+        def judge(body):
+            head = struct.pack("=16xIIQQ", 0xBEEFC0DE, 1, 0, 1 << 30)
+            head += struct.pack("=IHHQQQQQ", 0, 0, 1, 0, 1, 0, 0, 2) + bytes(48)
+            head += struct.pack("=QQ", 9, 7)
+            file = tmp_path / "data.mdb"
+            file.write_bytes(b"".join(part.ljust(page, b"\0") for part in (head, b"", body, b"")))
+            with open(file, "rb") as opened:
+                return tail_is_free(opened.fileno(), page, 7, 4 * page)
+
+        def tree(flags, *nodes):
+            """A page of nodes without keys: (low, high, flags, body)."""
+            at, pointers, bodies = 2000, b"", b""
+            for low, high, more, content in nodes:
+                pointers += struct.pack("=H", at + len(bodies))
+                bodies += struct.pack("=HHHH", low, high, more, 0) + content
+            head = struct.pack("=QHHHH", 2, 0, flags, 16 + len(pointers), 0)
+            return (head + pointers).ljust(at, b"\0") + bodies
+
+        def leaf(*pages):
+            content = struct.pack(f"={1 + len(pages)}Q", len(pages), *pages)
+            return tree(2, (len(content), 0, 0, content))
+
+        assert judge(leaf(4, 5, 6, 7, 8, 9))
+        assert not judge(leaf(4, 5, 6, 7, 8))
+        assert not judge(tree(1, *[(2, 0, 0, b"")] * 500))  # its own parent
+        assert not judge(tree(1, (0xFFFF, 0xFFFF, 0xFFFF, b"")))  # beyond any file
+        assert not judge(tree(2, (0xFFFF, 0xFFFF, 1, struct.pack("=Q", 2**63))))  # 4 GB, nowhere
+        assert not judge(tree(2, (0, 0, 0, b"")))  # an empty list
+
+    def test_paths(self, tmp_path):
+        for name in ("a\0b", "a\ud800b"):
+            for mode in ("r", "a"):
+                with pytest.raises(InvalidArgument, match="expected a string or a path"):
+                    open_backend(os.path.join(tmp_path, name), mode)
+        place = os.path.join(tmp_path, os.fsdecode(b"not \xff utf-8"))
+        backend = open_backend(place, "a")
+        self.put(backend, a=b"1")
+        backend.close()
+        assert self.get(open_backend(place, "r"), "a") == b"1"
+
     def test_closing_waits_for_readers(self, backend, place):
         self.put(backend, a=b"1")
         with backend.read() as snapshot:
@@ -376,7 +473,7 @@ class TestLmdb(BackendSuite):
 
     def test_other_lmdb_format_and_junk(self, tmp_path):
         import lmdb
-        from kvcodecs.errors import Corrupt, Unsupported
+        from kvcodecs.errors import Unsupported
 
         lmdb.open(str(tmp_path / "new"), lib_version=1).close()
         with pytest.raises((Corrupt, Unsupported)):

@@ -128,3 +128,34 @@ with kvstore.open(sys.argv[1], "a") as archive:
     subprocess.run([sys.executable, "-c", code, path], check=True, timeout=60, env=env)
     with kvstore.open(path) as archive:
         assert archive.names() == ["s"]
+
+
+def test_no_room_for_the_lock_file(tmp_path, monkeypatch):
+    """LMDB would die of SIGBUS: its lock file is sparse, and written through a map."""
+    import errno
+    import os
+    import shutil
+
+    path = tmp_path / "a.kv"
+    with kvstore.open(path, "a") as archive:
+        archive.create_session("s", model=MODEL, codec=Raw())
+    copy = tmp_path / "copy.kv"
+    copy.mkdir()
+    shutil.copy(path / "data.mdb", copy)
+
+    def no_space(fd, offset, n_bytes):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", no_space)
+    for place, mode in ((copy, "r"), (copy, "a"), (tmp_path / "new.kv", "a")):
+        with pytest.raises(kvstore.Full, match=r"no space for lock\.mdb"):
+            kvstore.open(place, mode)
+    with kvstore.open(path) as archive:  # has its lock file
+        assert archive.names() == ["s"]
+    monkeypatch.undo()
+    for place in (copy, tmp_path / "new.kv"):
+        kvstore.open(place, "a").close()
+        stat = os.stat(place / "lock.mdb")
+        assert stat.st_blocks * 512 >= stat.st_size == 65536
+    with kvstore.open(copy) as archive:
+        assert archive.names() == ["s"]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from collections import deque
 from typing import Any, Final
 
 import lmdb
@@ -21,20 +22,24 @@ from kvcodecs.errors import (
     InvalidArgument,
     KvError,
     Locked,
-    NotFound,
     Truncated,
     Unsupported,
 )
 
+from ._directory import (
+    DATA_FILE,
+    LOCK_FILE,
+    MAX_READERS,
+    NO_SPACE,
+    check_directory,
+    mark_begun,
+    reserve_lock_file,
+)
 from ._freelist import tail_is_free
 
-DATA_FILE: Final = "data.mdb"
-LOCK_FILE: Final = "lock.mdb"
 # A large map costs address space only; a process with a limit on that gets a smaller one.
 _MAP_LADDER: Final = (1 << 40, 1 << 36, 1 << 33, 1 << 30)
-_MAX_READERS: Final = 1022
 _RESIZE_TIMEOUT: Final = 10.0
-_NO_SPACE: Final = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 # LMDB calls a write that the disk cut short an input/output error.
 _MAYBE_NO_SPACE: Final = (errno.EIO, "mdb_txn_commit")
 _NOT_ALLOWED: Final = frozenset((errno.EACCES, errno.EROFS, errno.EPERM))
@@ -45,7 +50,7 @@ def translate(error: lmdb.Error, where: str) -> KvError:
     code = getattr(error, "code", None)
     if isinstance(error, lmdb.MapFullError):
         return Full(f"{where}: the map is used up; reopen with a larger map_size")
-    if isinstance(error, lmdb.DiskError) or code in _NO_SPACE:
+    if isinstance(error, lmdb.DiskError) or code in NO_SPACE:
         return Full(f"{where}: no space on the disk ({error}); what was committed is unharmed")
     if (code, getattr(error, "what", "")) == _MAYBE_NO_SPACE:
         return Full(
@@ -54,7 +59,7 @@ def translate(error: lmdb.Error, where: str) -> KvError:
     if isinstance(error, lmdb.MemoryError):
         return Full(f"{where}: not enough address space or memory ({error})")
     if isinstance(error, lmdb.ReadersFullError):
-        return Locked(f"{where}: {_MAX_READERS} readers have it open; close some")
+        return Locked(f"{where}: {MAX_READERS} readers have it open; close some")
     if isinstance(error, lmdb.VersionMismatchError):
         return Unsupported(f"{where}: written by another version of LMDB ({error})")
     if isinstance(error, lmdb.PanicError):
@@ -74,7 +79,9 @@ class Environment:
         self.writer_lock = threading.Lock()
         self.waiter: threading.Thread | None = None
         self._pid = os.getpid()
-        self._gate = threading.Condition(threading.Lock())
+        # Reentrant: the garbage collector may end an abandoned transaction, or give an archive
+        # back, in the middle of `enter` or `leave` of the same thread.
+        self._gate = threading.Condition(threading.RLock())
         self._n_active = 0
         self._closed = False
         self._short_but_sound = (0, 0)
@@ -92,9 +99,8 @@ class Environment:
         Truncated
             The file is shorter than its pages: reading it would kill the process.
         """
+        self.check_process()
         with self._gate:
-            if self._pid != os.getpid():
-                raise Closed(f"{self.path}: opened before a fork; reopen it in this process")
             if self._closed:
                 raise Closed(f"{self.path}: the archive is closed")
             self._n_active += 1
@@ -104,6 +110,16 @@ class Environment:
             self.leave()
             raise
 
+    @property
+    def is_forked(self) -> bool:
+        """Whether this is a child of the process that opened it: nothing may be touched then."""
+        return self._pid != os.getpid()
+
+    def check_process(self) -> None:
+        """Raise `Closed` in a child of the process that opened it."""
+        if self.is_forked:
+            raise Closed(f"{self.path}: opened before a fork; reopen it in this process")
+
     def leave(self) -> None:
         """Take back `enter`; closes the environment if nobody wants it any more."""
         with self._gate:
@@ -111,8 +127,8 @@ class Environment:
             idle = self._n_active == 0
             self._gate.notify_all()
         if idle and self.refs == 0:
-            with _registry_lock:
-                self._close_if_unused()
+            _given_back.append((self, 0))
+            _settle()
 
     def adopt_size(self, map_size: int = 0) -> None:
         """Remap to `map_size` bytes, or with 0 to what another process has grown the file to.
@@ -172,7 +188,7 @@ class Environment:
         return sound
 
     def _close_if_unused(self) -> None:
-        # Under the registry's lock. Whoever opens the path meanwhile has raised `refs`.
+        # Under the registry's lock: whoever opens the path meanwhile has raised `refs`.
         with self._gate:
             if self.refs or self._n_active or self._closed:
                 return
@@ -184,24 +200,50 @@ class Environment:
     def _forget_in_child(self) -> None:
         # Closing frees the child to reopen the path, and is safe unless a transaction was open:
         # ending that here would take its slot from the parent. Then it must never be freed.
-        self._gate = threading.Condition(threading.Lock())
+        self._gate = threading.Condition(threading.RLock())
+        self.writer_lock, self.waiter = threading.Lock(), None
         self._closed = True
         if self._n_active == 0:
             self.env.close()
         else:
-            import ctypes
-
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.env))
+            keep_for_ever(self.env)
         os.close(self._data_fd)
+
+
+def keep_for_ever(thing: object) -> None:
+    """Never free an object of LMDB's that a forked child shares with its parent."""
+    import ctypes
+
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
 _registry: dict[tuple[int, int], Environment] = {}
 _registry_lock = threading.Lock()
+# Environments given back, each with the references that go. A queue, since whoever gives one back
+# may be a finalizer, which runs anywhere: in the middle of `acquire`, or where a lock is held.
+_given_back: deque[tuple[Environment, int]] = deque()
+
+
+def _settle() -> None:
+    """Close what nobody uses; never waits: who holds the lock settles when it lets go."""
+    while _given_back and _registry_lock.acquire(blocking=False):
+        try:
+            _settle_locked()
+        finally:
+            _registry_lock.release()
+
+
+def _settle_locked() -> None:
+    while _given_back:
+        environment, n_refs = _given_back.popleft()
+        environment.refs -= n_refs
+        environment._close_if_unused()
 
 
 def _after_fork_in_child() -> None:
     global _registry_lock
     _registry_lock = threading.Lock()
+    _given_back.clear()
     for environment in _registry.values():
         environment._forget_in_child()
     _registry.clear()
@@ -225,15 +267,12 @@ def acquire(path: str, *, create: bool, map_size: int | None, shown: str) -> Env
     shown
         The path as the caller spelled it.
     """
-    with _registry_lock:
-        _check_directory(path, create, shown)
-        data = os.path.join(path, DATA_FILE)
-        found = _registry.get(_identity(data)) if os.path.exists(data) else None
-        if found is not None:
-            found.refs += 1
-        else:
-            found = _open(path, data, map_size, create, shown)
-            _registry[found.identity] = found
+    try:
+        with _registry_lock:
+            _settle_locked()
+            found = _find_or_open(path, map_size, create, shown)
+    finally:
+        _settle()
     if create and not found.writable:
         release(found)
         raise InvalidArgument(f"{shown}: not writable here; open it with mode='r'")
@@ -248,34 +287,20 @@ def acquire(path: str, *, create: bool, map_size: int | None, shown: str) -> Env
 
 def release(environment: Environment) -> None:
     """Give an environment back; the last one closes it, after the transactions still open."""
-    with _registry_lock:
-        environment.refs -= 1
-        environment._close_if_unused()
+    _given_back.append((environment, 1))
+    _settle()
 
 
-def _check_directory(path: str, create: bool, shown: str) -> None:
+def _find_or_open(path: str, map_size: int | None, create: bool, shown: str) -> Environment:
     data = os.path.join(path, DATA_FILE)
-    try:
-        if create and not os.path.lexists(path):
-            os.mkdir(path)
-        names = set(os.listdir(path))
-        if DATA_FILE in names:
-            # A writer killed at the very start leaves an empty file; LMDB begins it anew.
-            if os.stat(data).st_size == 0 and not create:
-                raise Truncated(f"{shown}: {DATA_FILE} is empty")
-            return
-    except FileNotFoundError:
-        what = "its parent directory does not exist" if create else "no such archive"
-        raise NotFound(f"{shown}: {what}") from None
-    except NotADirectoryError:
-        raise InvalidArgument(f"{shown}: a file; an archive is a directory") from None
-    except OSError as error:
-        kind = Full if error.errno in _NO_SPACE else InvalidArgument
-        raise kind(f"{shown}: {error.strerror}") from error
-    if not create:
-        raise NotFound(f"{shown}: no archive in this directory ({DATA_FILE} is missing)")
-    if names - {LOCK_FILE, "leases"}:
-        raise InvalidArgument(f"{shown}: neither an archive nor an empty directory")
+    found = _registry.get(_identity(data)) if os.path.exists(data) else None
+    check_directory(path, create, shown, is_open=found is not None)
+    if found is None:
+        found = _open(path, data, map_size, create, shown)
+        _registry[found.identity] = found
+    else:
+        found.refs += 1
+    return found
 
 
 def _open(path: str, data: str, map_size: int | None, create: bool, shown: str) -> Environment:
@@ -294,16 +319,17 @@ def _open(path: str, data: str, map_size: int | None, create: bool, shown: str) 
     attempts: list[dict[str, Any]] = [{}]
     if not writable:
         attempts = [{"readonly": True}, {"readonly": True, "lock": False}]
+    reserve_lock_file(path, shown)
     error: lmdb.Error | None = None
     for options in attempts:
         for size in sizes:
             try:
                 env = lmdb.open(
-                    path,
+                    os.fsencode(path),  # LMDB's own way to bytes refuses names that are not UTF-8
                     map_size=size,
                     create=create,
                     mode=0o666,
-                    max_readers=_MAX_READERS,
+                    max_readers=MAX_READERS,
                     max_spare_txns=0,  # a spare would share its reader slot with a forked child
                     lib_version=0,  # the two formats exclude each other; never the default's
                     **options,
@@ -316,9 +342,18 @@ def _open(path: str, data: str, map_size: int | None, create: bool, shown: str) 
                 break
             if options.get("lock", True):
                 env.reader_check()  # frees the slots of readers that were killed
+            if create and writable:
+                mark_begun(path)
             return Environment(env, path, _identity(data), writable)
     if error is None:
         raise Full(f"{shown}: no map size fits")
+    if "already open in this process" in str(error):
+        raise Closed(
+            f"{shown}: already open in this process: by the lmdb package itself, or the process "
+            "that this one was forked from was just using it; use a process started anew"
+        ) from error
+    if exists and not os.access(data, os.R_OK):
+        raise InvalidArgument(f"{shown}: no right to read {DATA_FILE}") from error
     if isinstance(error, lmdb.InvalidError) and n_bytes < 8192:
         raise Truncated(f"{shown}: {DATA_FILE} has only {n_bytes} bytes") from error
     raise translate(error, shown) from error

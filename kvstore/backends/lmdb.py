@@ -20,7 +20,7 @@ from kvcodecs.errors import Closed, InvalidArgument, Locked
 
 from ..backend import BackendInfo, Mode, Value
 from ..lease import FileLease, take_file_lease
-from ._environment import Environment, acquire, release, translate
+from ._environment import Environment, acquire, keep_for_ever, release, translate
 
 
 class _Snapshot:
@@ -169,8 +169,11 @@ class LmdbBackend:
         try:
             yield _Snapshot(txn, self._path)
         finally:
-            txn.abort()
-            self._environment.leave()
+            if self._environment.is_forked:
+                keep_for_ever(txn)  # its end is the parent's to say
+            else:
+                txn.abort()
+                self._environment.leave()
 
     def _begin_read(self) -> Any:
         self._check_open()
@@ -193,7 +196,9 @@ class LmdbBackend:
             raise InvalidArgument(f"{self._path}: opened with mode='r'; use mode='a' to write")
         deadline = time.monotonic() + max(timeout, 0.0)
         environment = self._environment
-        if not environment.writer_lock.acquire(timeout=max(timeout, 0.0)):
+        environment.check_process()
+        lock = environment.writer_lock  # a forked child has another one
+        if not lock.acquire(timeout=max(timeout, 0.0)):
             raise self._locked(timeout)
         try:
             writer, txn = self._begin_write(environment, deadline, timeout)
@@ -207,7 +212,7 @@ class LmdbBackend:
             except lmdb.Error as error:
                 raise translate(error, self._path) from error
         finally:
-            environment.writer_lock.release()
+            lock.release()
 
     def _begin_write(
         self, environment: Environment, deadline: float, timeout: float

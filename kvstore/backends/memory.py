@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from kvcodecs.errors import Closed, Full, InvalidArgument, Locked, NotFound
 
 from ..backend import MAX_KEY_BYTES, BackendInfo, Mode, Value
+from ..forks import ForkLock
 from ..lease import locked
 
 
@@ -36,7 +37,8 @@ class _Store:
         self.version = _Version({})
         self.writer = threading.Lock()
         self.leases: set[int] = set()
-        self.lease_lock = threading.Lock()
+        # Reentrant: the garbage collector may release a lease while another one is being taken.
+        self.lease_lock = ForkLock()
 
 
 _stores: dict[str, _Store] = {}
