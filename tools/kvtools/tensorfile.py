@@ -27,11 +27,13 @@ from kvcodecs.errors import Corrupt, InvalidArgument, NotFound, Truncated, Unsup
 
 from kvtools.tensorheader import (
     MAX_HEADER_BYTES,
+    MAX_SIZE,
     NUMPY_DTYPES,
     TensorInfo,
     dtype_name,
     parse_header,
 )
+from kvtools.terminal import listed
 
 AnyArray = npt.NDArray[Any]
 
@@ -51,7 +53,7 @@ class TensorFile:
         self.path = Path(path)
         where = str(self.path)
         try:
-            self._file = io.FileIO(self.path)
+            self._file = io.FileIO(self.path, opener=_open)
         except FileNotFoundError as error:
             raise NotFound(f"{where}: no such file") from error
         try:
@@ -95,7 +97,7 @@ class TensorFile:
         try:
             return self.tensors[name]
         except KeyError:
-            has = ", ".join(sorted(self.tensors)) or "nothing"
+            has = listed(sorted(self.tensors)) or "nothing"
             raise NotFound(f"{self.path}: no tensor {name!r}; the file has {has}") from None
 
     def read(self, name: str) -> AnyArray:
@@ -145,6 +147,11 @@ class TensorFile:
             if not count:
                 raise Truncated(f"{self.path}: ends inside {what}, at byte {offset + done}")
             done += count
+
+
+def _open(path: str, flags: int) -> int:
+    """Open without waiting for somebody to write into a pipe, which is no such file anyway."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 class TensorWriter:
@@ -205,6 +212,8 @@ class TensorWriter:
         self._data_start = 8 + len(text)
         self._head = len(text).to_bytes(8, "little") + text
         self._file_bytes = self._data_start + position
+        if self._file_bytes >= MAX_SIZE:
+            raise InvalidArgument(f"{self.path}: {self._file_bytes} bytes are no file size")
 
     def __enter__(self) -> TensorWriter:
         self._temporary = self.path.with_name(f".{self.path.name}.{secrets.token_hex(4)}.tmp")

@@ -16,7 +16,13 @@ import numpy as np
 import numpy.typing as npt
 from kvcodecs.errors import Corrupt, InvalidArgument, Truncated
 
+from kvtools.terminal import listed
+
 MAX_HEADER_BYTES = 100_000_000
+#: Dimensions that an array can have, and one more than sizes and offsets may be. A tensor without
+#: elements needs no bytes, so that no file size limits what its shape says.
+MAX_DIMENSIONS = 32
+MAX_SIZE = 1 << 63
 
 # Bits per element of every dtype the container knows; only those of NUMPY_DTYPES can be read here.
 DTYPE_BITS = {
@@ -64,14 +70,16 @@ class TensorInfo:
 def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
     result = dict(pairs)
     if len(result) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"key {twice!r} appears twice")
+        seen: set[str] = set()
+        for name, _ in pairs:
+            if name in seen:
+                raise ValueError(f"key {name!r} appears twice")
+            seen.add(name)
     return result
 
 
 def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MAX_SIZE
 
 
 def _parse_entry(where: str, name: str, entry: object, data_start: int) -> TensorInfo:
@@ -79,18 +87,24 @@ def _parse_entry(where: str, name: str, entry: object, data_start: int) -> Tenso
     if not isinstance(entry, dict):
         raise Corrupt(f"{here}: description is not an object")
     if set(entry) != {"dtype", "shape", "data_offsets"}:
-        raise Corrupt(f"{here}: fields {sorted(entry)}, expected dtype, shape and data_offsets")
+        raise Corrupt(
+            f"{here}: fields {listed(sorted(entry))}; expected dtype, shape and data_offsets"
+        )
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str):
         raise Corrupt(f"{here}: dtype is not a string")
     if not isinstance(shape, list) or not all(_is_count(n) for n in shape):
         raise Corrupt(f"{here}: shape is not a list of sizes")
+    if len(shape) > MAX_DIMENSIONS:
+        raise Corrupt(f"{here}: {len(shape)} dimensions, at most {MAX_DIMENSIONS}")
+    bits = DTYPE_BITS.get(dtype)  # an unknown dtype is refused when the tensor is asked for
+    if math.prod(max(1, n) for n in shape) * (bits or 8) >= MAX_SIZE * 8:
+        raise Corrupt(f"{here}: shape {shape} is too large")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_count(n) for n in offsets):
         raise Corrupt(f"{here}: data_offsets is not a pair of offsets")
     begin, end = offsets
     if end < begin:
         raise Corrupt(f"{here}: data_offsets {offsets} run backwards")
-    bits = DTYPE_BITS.get(dtype)  # an unknown dtype is refused when the tensor is asked for
     if bits is not None and math.prod(shape) * bits != (end - begin) * 8:
         raise Corrupt(f"{here}: {dtype} {shape} does not fill its {end - begin} bytes")
     return TensorInfo(name, dtype, tuple(shape), data_start + begin, data_start + end)

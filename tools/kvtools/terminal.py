@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import io
 import json
 import math
@@ -10,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 Progress = Callable[[int, int], None]
+#: Items of a list that messages name before they only count.
+MAX_LISTED = 8
 
 
 def show_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -51,9 +54,21 @@ def show_pairs(pairs: Sequence[tuple[str, str]]) -> None:
 
 
 def accept_any_text() -> None:
-    """Let stdout escape what its encoding lacks, as stderr does: a name must not be an error."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
+    """Let stdout and stderr take any text: a name must not be an error.
+
+    A file's name that is no text goes out as the bytes it is made of, so that it can be copied;
+    anything else that the encoding lacks is escaped.
+    """
+    codecs.register_error("kvtools", _any_text)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="kvtools")
+
+
+def _any_text(error: UnicodeError) -> tuple[str | bytes, int]:
+    if isinstance(error, UnicodeEncodeError) and "\udc80" <= error.object[error.start] <= "\udcff":
+        return bytes([ord(error.object[error.start]) - 0xDC00]), error.start + 1
+    return codecs.backslashreplace_errors(error)
 
 
 def show_json(value: object) -> None:
@@ -112,6 +127,12 @@ def number_text(value: float | None, digits: int = 4) -> str:
 def count_text(n: int, noun: str, plural: str | None = None) -> str:
     """Write a count such as ``"1 session"`` or ``"2 sessions"``."""
     return f"{n} {noun if n == 1 else plural or noun + 's'}"
+
+
+def listed(items: Sequence[object]) -> str:
+    """Write a list such as ``"0, 1, 2"``; of a long one its beginning, and how many more."""
+    more = f" and {len(items) - MAX_LISTED} more" if len(items) > MAX_LISTED else ""
+    return ", ".join(map(str, items[:MAX_LISTED])) + more
 
 
 def ratio_text(ratio: float) -> str:
