@@ -13,15 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from kvcodecs.errors import Corrupt, InvalidArgument
+from kvcodecs.errors import Corrupt, InvalidArgument, KvError
 from kvcodecs.rope import Rope
 
 from kvstore import Model
+from kvstore.identity import MAX_LAYERS
+from kvstore.records import MAX_TOKENS
 from kvtools.tensorfile import TensorFile
+from kvtools.terminal import listed
 
 #: Key of the header's metadata under which `unpack` keeps what only we understand.
 METADATA_KEY = "kvstore"
-MAX_SIDECAR_BYTES = 100_000_000
+#: Of a file of frequencies or the like, which holds kilobytes.
+MAX_JSON_BYTES = 16_000_000
 
 
 class Hints:
@@ -63,8 +67,8 @@ class Hints:
     def first_token(self) -> int:
         """Position of the first token; not 0 in what `unpack --range` wrote."""
         first = int(self._get("first_token", int, 0))
-        if first < 0:
-            raise InvalidArgument(f"{self._path}: 'first_token' is {first}")
+        if not 0 <= first <= MAX_TOKENS:
+            raise InvalidArgument(f"{self._path}: 'first_token' is no position from 0 to 2^40")
         return first
 
     def layer_numbers(self) -> list[int] | None:
@@ -72,8 +76,11 @@ class Hints:
         numbers = self._get("layers", list)
         if not numbers:
             return None
-        if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in numbers):
-            raise InvalidArgument(f"{self._path}: 'layers' is {numbers}, expected layer numbers")
+        if not are_layer_numbers(numbers):
+            raise InvalidArgument(
+                f"{self._path}: 'layers' is [{listed(numbers)}], expected different layer numbers "
+                f"from 0 to {MAX_LAYERS - 1}"
+            )
         return list(numbers)
 
     def _get(self, name: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
@@ -88,6 +95,12 @@ class Hints:
         if value is not default and (not isinstance(value, kind) or isinstance(value, bool)):
             raise InvalidArgument(f"{self._path}: {name!r} is a {type(value).__name__}")
         return value
+
+
+def are_layer_numbers(numbers: list[Any]) -> bool:
+    """Whether all are different integers that can be a layer's number."""
+    plain = all(type(n) is int and 0 <= n < MAX_LAYERS for n in numbers)
+    return plain and len(set(numbers)) == len(numbers)
 
 
 def rope_from(values: object, *, where: str, style: object, scaling: float) -> Rope:
@@ -113,10 +126,15 @@ def read_json(path: Path) -> Any:
     Corrupt
         Not JSON, or absurdly large.
     """
-    if path.stat().st_size > MAX_SIDECAR_BYTES:
-        raise Corrupt(f"{path}: larger than {MAX_SIDECAR_BYTES} bytes")
+    with path.open("rb") as file:
+        text = file.read(MAX_JSON_BYTES + 1)  # not by its size: a device or a pipe states none
+    if len(text) > MAX_JSON_BYTES:
+        raise Corrupt(
+            f"{path}: larger than {MAX_JSON_BYTES} bytes, so not what states RoPE frequencies and "
+            "the like; move it away, or name another file"
+        )
     try:
-        return json.loads(path.read_bytes())
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise Corrupt(f"{path}: not valid JSON: {error}") from error
 
@@ -141,4 +159,7 @@ def _stored_model(file: TensorFile) -> Model | None:
         raise Corrupt(f"{where} is not JSON: {error}") from error
     if not isinstance(data, dict) or "model" not in data:
         raise Corrupt(f"{where} has no model")
-    return Model.from_json(data["model"])
+    try:
+        return Model.from_json(data["model"])
+    except KvError as error:
+        raise Corrupt(f"{where}: {error}") from error

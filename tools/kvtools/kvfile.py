@@ -16,12 +16,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from kvcodecs.errors import InvalidArgument, NotFound
-from kvcodecs.spec import Kind, KState
+from kvcodecs.spec import Kind, KState, StreamSpec
 
 from kvstore import LayerSpec
+from kvstore.identity import MAX_LAYERS
+from kvstore.records import MAX_TOKENS
 from kvtools.hints import Hints
 from kvtools.tensorfile import TensorFile
 from kvtools.tensorheader import NUMPY_DTYPES, TensorInfo
+from kvtools.terminal import listed
+
+#: Characters of a tensor's name that a message shows.
+MAX_NAME = 60
 
 _PER_LAYER = re.compile(r"layers\.(0|[1-9][0-9]*)\.(k|k_pre|v)", re.ASCII)
 
@@ -113,7 +119,7 @@ class KvFile:
             if layer.v is None and not self._stored_without_v(index)
         ]
         if without:
-            raise NotFound(f"{self.file.path}: no V for layers {without}; {advice}")
+            raise NotFound(f"{self.file.path}: no V for layers [{listed(without)}]; {advice}")
 
     def unused(self) -> list[str]:
         """Names of tensors that are nothing to us, sorted; not what an option leaves out."""
@@ -157,7 +163,10 @@ class KvFile:
                 f"{self.file.path}: token_ids is {info.dtype} {list(info.shape)}, "
                 f"expected [{self.n_tokens}] integers"
             )
-        return self.file.read("token_ids").astype(np.int64)
+        ids = self.file.read("token_ids")
+        if ids.size and int(ids.max()) > np.iinfo(np.int64).max:
+            raise InvalidArgument(f"{self.file.path}: a token id is beyond 64 signed bits")
+        return ids.astype(np.int64)
 
     def _stored(self, index: int) -> LayerSpec | None:
         """Return what `unpack` left of a layer, if anything."""
@@ -179,7 +188,7 @@ class KvFile:
         if not has:
             raise NotFound(
                 f"{self.file.path}: no K; expected a tensor k_pre or k (4-D), or layers.N.k_pre "
-                f"or layers.N.k; the file has {', '.join(sorted(self.file.tensors)) or 'nothing'}"
+                f"or layers.N.k; the file has {listed(sorted(self.file.tensors)) or 'nothing'}"
             )
         if has == {"k"}:
             return wanted or "post", "k"
@@ -198,15 +207,25 @@ class KvFile:
         for name, info in self.file.tensors.items():
             match = _PER_LAYER.fullmatch(name)
             if match and match[2] in (k_name, "v"):
-                found.setdefault(int(match[1]), {})[match[2]] = self._stream(info)
+                number = self._layer_number(match[1], name)
+                found.setdefault(number, {})[match[2]] = self._stream(info)
         missing = sorted(number for number, streams in found.items() if k_name not in streams)
         if missing:
-            raise NotFound(f"{self.file.path}: layers {missing} have V but no {k_name}")
+            raise NotFound(f"{self.file.path}: layers [{listed(missing)}] have V but no {k_name}")
         numbers = sorted(found)
         stated = self.hints.layer_numbers() or numbers
         if self.hints.stored is not None and sorted(stated) == numbers:
             numbers = stated  # the order of the stored model's layers
         return [Layer(n, found[n][k_name], found[n].get("v")) for n in numbers]
+
+    def _layer_number(self, digits: str, name: str) -> int:
+        # By length first: Python refuses to convert thousands of digits.
+        if len(digits) > len(str(MAX_LAYERS)) or int(digits) >= MAX_LAYERS:
+            shown = name if len(name) <= MAX_NAME else name[:MAX_NAME] + "..."
+            raise InvalidArgument(
+                f"{self.file.path}: tensor {shown!r}: layers are numbered 0 to {MAX_LAYERS - 1}"
+            )
+        return int(digits)
 
     def _split_4d(self, k_name: str) -> list[Layer]:
         k = self.file.info(k_name)
@@ -220,9 +239,15 @@ class KvFile:
         n_layers = k.shape[0]
         if v is not None and v.shape[0] != n_layers:
             raise InvalidArgument(f"{self.file.path}: {n_layers} layers of K, {v.shape[0]} of V")
+        if n_layers > MAX_LAYERS:  # a tensor without elements can claim any number
+            raise InvalidArgument(
+                f"{self.file.path}: tensor {k_name!r} has {n_layers} layers, at most {MAX_LAYERS}"
+            )
         numbers = self.hints.layer_numbers() or list(range(n_layers))
         if len(numbers) != n_layers:
-            raise InvalidArgument(f"{self.file.path}: {n_layers} layers, but numbers {numbers}")
+            raise InvalidArgument(
+                f"{self.file.path}: {n_layers} layers, but numbers [{listed(numbers)}]"
+            )
         return [
             Layer(
                 numbers[index],
@@ -239,7 +264,14 @@ class KvFile:
                 f"{self.file.path}: tensor {info.name!r} has shape {list(info.shape)}, "
                 "expected [heads][tokens][head_dim]"
             )
-        return Stream(info.name, leading, *shape, dtype=info.dtype)
+        heads, tokens, head_dim = shape
+        try:
+            StreamSpec("k", heads, head_dim)
+            if tokens > MAX_TOKENS:
+                raise InvalidArgument(f"{tokens} tokens: at most {MAX_TOKENS}")
+        except InvalidArgument as error:
+            raise InvalidArgument(f"{self.file.path}: tensor {info.name!r}: {error}") from error
+        return Stream(info.name, leading, heads, tokens, head_dim, dtype=info.dtype)
 
     def _check(self, index: int, stream: Stream | None) -> None:
         if stream is None:

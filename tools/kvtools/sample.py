@@ -84,6 +84,8 @@ def _load(path: str, label: str) -> Sample:
         kv = KvFile(file)
         if kv.k_state != "pre":
             raise InvalidArgument(f"{path}: K is after RoPE; a tensor k_pre is needed here")
+        if kv.n_tokens == 0:
+            raise InvalidArgument(f"{path}: has no tokens, nothing can be measured")
         kv.require_v("a benchmark needs K and V of every layer")
         k, v = [], []
         for layer in kv.layers:
