@@ -156,7 +156,7 @@ def test_ranges_and_layers():
     assert cli.token_range("3:7") == (3, 7)
     assert cli.token_range(":7") == (0, 7)
     assert cli.token_range("3:") == (3, None)
-    assert cli.layer_list("0,3,5-7") == [0, 3, 5, 6, 7]
+    assert cli.layer_list("0,3,5-7") == [range(1), range(3, 4), range(5, 8)]
 
 
 # -- pack and unpack

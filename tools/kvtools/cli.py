@@ -8,14 +8,22 @@ interrupted. The commands live in their own modules and are imported when they r
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
-import math
 import os
-import signal
 import sys
 from collections.abc import Callable, Sequence
-from types import FrameType
+
+from kvtools.signals import ending_signals
+from kvtools.values import (
+    block_size,
+    count,
+    layer_list,
+    path,
+    positive_float,
+    positive_int,
+    token_range,
+    up_to,
+)
 
 DESCRIPTION = """\
 Keep attention KV caches in compressed archives.
@@ -33,65 +41,15 @@ ADVICE = {
     "reopen with a larger map_size": "remove sessions, or pack into another archive",
 }
 
+#: Bounds of what `bench` repeats and writes.
+MAX_REPS = 10_000
+MAX_MEMORY_MB = 1_000_000
+#: Characters of an error message that are shown: a file's header may hold names of megabytes.
+MAX_MESSAGE = 2000
+
 EPILOG = """\
 kvstore COMMAND -h explains a command and gives an example.
 """
-
-
-def token_range(text: str) -> tuple[int, int | None]:
-    """Parse ``a:b`` (either may be left out) into start and stop."""
-    start, colon, stop = text.partition(":")
-    try:
-        first = int(start) if start else 0
-        last = int(stop) if stop else None
-    except ValueError:
-        colon = ""
-    if not colon or first < 0 or (last is not None and last < first):
-        raise argparse.ArgumentTypeError(f"{text!r} is no token range a:b with 0 <= a <= b")
-    return first, last
-
-
-def layer_list(text: str) -> list[int]:
-    """Parse ``0,3,5-7`` into [0, 3, 5, 6, 7]."""
-    layers: list[int] = []
-    try:
-        for part in text.split(","):
-            first, dash, last = part.partition("-")
-            span = range(int(first), (int(last) if dash else int(first)) + 1)
-            if not span:
-                raise ValueError
-            layers.extend(span)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of layers like 0,3,5-7") from None
-    if len(set(layers)) != len(layers):
-        raise argparse.ArgumentTypeError(f"{text!r} names a layer twice")
-    return layers
-
-
-def positive_float(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
-    return value
-
-
-def positive_int(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive whole number")
-    return int(text)
-
-
-def count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of 0 or more")
-    return int(text)
-
-
-def block_size(text: str) -> int | str:
-    return text if text == "auto" else positive_int(text)
 
 
 def _add_codec(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
@@ -120,12 +78,13 @@ def _add_codec(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
 def _add_pack(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "input",
+        type=path,
         metavar="INPUT",
         help="safetensors file with tensors k_pre (K before RoPE) or k (after it), and v, "
         "[layers][heads][tokens][head_dim]; or layers.N.k_pre, layers.N.k and layers.N.v, "
         "[heads][tokens][head_dim]; F16, BF16 or F32; token_ids if it has them",
     )
-    parser.add_argument("archive", metavar="ARCHIVE", help="archive, created if missing")
+    parser.add_argument("archive", type=path, metavar="ARCHIVE", help="archive, created if missing")
     parser.add_argument("--session", metavar="NAME", help="session name (default: INPUT's stem)")
     parser.add_argument(
         "--replace", action="store_true", help="replace the session if the archive has it"
@@ -160,7 +119,10 @@ def _add_pack(parser: argparse.ArgumentParser) -> None:
     )
     source = keys.add_mutually_exclusive_group()
     source.add_argument(
-        "--inv-freq", metavar="JSON", help="RoPE frequencies: a JSON list, or a file that holds one"
+        "--inv-freq",
+        type=path,
+        metavar="JSON",
+        help="RoPE frequencies: a JSON list, or a file that holds one",
     )
     source.add_argument(
         "--rope-theta", type=positive_float, metavar="T", help="RoPE frequencies from a base"
@@ -187,8 +149,8 @@ def _add_pack(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_unpack(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("archive", metavar="ARCHIVE")
-    parser.add_argument("output", metavar="OUT.safetensors")
+    parser.add_argument("archive", type=path, metavar="ARCHIVE")
+    parser.add_argument("output", type=path, metavar="OUT.safetensors")
     parser.add_argument("--session", metavar="NAME", help="(default: the only one)")
     parser.add_argument(
         "--range",
@@ -210,41 +172,41 @@ def _add_unpack(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_ls(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("archive", metavar="ARCHIVE")
+    parser.add_argument("archive", type=path, metavar="ARCHIVE")
 
 
 def _add_info(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("archive", metavar="ARCHIVE")
+    parser.add_argument("archive", type=path, metavar="ARCHIVE")
     parser.add_argument("--session", metavar="NAME", help="(default: all)")
     parser.add_argument("--layers", action="store_true", help="one line per layer and kind")
 
 
 def _add_verify(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("archive", metavar="ARCHIVE")
+    parser.add_argument("archive", type=path, metavar="ARCHIVE")
     parser.add_argument("--decode", action="store_true", help="decode every block as well")
 
 
 def _add_rm(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("archive", metavar="ARCHIVE")
+    parser.add_argument("archive", type=path, metavar="ARCHIVE")
     parser.add_argument("session", metavar="SESSION", nargs="+")
 
 
 def _add_gc(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("archive", metavar="ARCHIVE")
+    parser.add_argument("archive", type=path, metavar="ARCHIVE")
 
 
 def _add_demo(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--keep", metavar="DIR", help="keep the archive in this folder")
+    parser.add_argument("--keep", type=path, metavar="DIR", help="keep the archive in this folder")
 
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--data", metavar="FILE", help="(default: the packaged sample)")
+    parser.add_argument("--data", type=path, metavar="FILE", help="(default: the packaged sample)")
     _add_codec(parser)
-    parser.add_argument("--reps", type=positive_int, default=5, metavar="N", help="(default: 5)")
+    parser.add_argument("--reps", type=up_to(MAX_REPS), default=5, metavar="N", help="(default: 5)")
     parser.add_argument("--only", metavar="GROUPS", help="such as codec,range (default: all)")
-    parser.add_argument("--csv", metavar="FILE", help="write the rows here as well")
+    parser.add_argument("--csv", type=path, metavar="FILE", help="write the rows here as well")
     parser.add_argument(
-        "--memory-mb", type=positive_int, default=64, metavar="MB",
+        "--memory-mb", type=up_to(MAX_MEMORY_MB), default=64, metavar="MB",
         help="size of the input of the memory group (default: 64)",
     )  # fmt: skip
 
@@ -347,16 +309,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from kvcodecs.errors import KvError
 
-    def terminate(number: int, frame: FrameType | None) -> None:
-        sys.exit(128 + number)  # unwinds, so that half-written files are removed
-
-    before = None
-    with contextlib.suppress(ValueError):  # not the main thread
-        before = signal.signal(signal.SIGTERM, terminate)
     try:
-        module = importlib.import_module(f"kvtools.{args.module}")
-        code: int = getattr(module, f"run_{args.command}")(args)
-        sys.stdout.flush()
+        with ending_signals():
+            module = importlib.import_module(f"kvtools.{args.module}")
+            code: int = getattr(module, f"run_{args.command}")(args)
+            sys.stdout.flush()
         return code
     except BrokenPipeError:
         # The reader of our output left; keep the interpreter from complaining at exit.
@@ -364,19 +321,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    except (KvError, OSError) as error:
+    except (KvError, OSError, MemoryError, UnicodeEncodeError) as error:
         print(f"kvstore: error: {_one_line(error)}", file=sys.stderr)
         return 1
-    finally:
-        if before is not None:
-            signal.signal(signal.SIGTERM, before)
 
 
 def _one_line(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    elif isinstance(error, MemoryError):
+        text = f"not enough memory: {error}".rstrip(": ")
+    elif isinstance(error, UnicodeEncodeError):
+        text = f"{error.object}: not valid UTF-8; choose another name"
     else:
         text = str(error) or type(error).__name__
     for advice, here in ADVICE.items():
         text = text.replace(advice, here)
-    return " ".join(text.split())
+    text = " ".join(text.split())
+    return text if len(text) <= MAX_MESSAGE else text[:MAX_MESSAGE] + " ..."

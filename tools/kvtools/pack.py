@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import secrets
-import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -21,9 +19,11 @@ from kvstore.layout import MAX_FIT_TOKENS
 from kvtools.kvfile import KvFile
 from kvtools.rope_options import check_rope, rope_option
 from kvtools.source import FileSource, build_model, has_rope
+from kvtools.temporary import folder_for
 from kvtools.tensorfile import TensorFile
 from kvtools.terminal import (
     count_text,
+    listed,
     note,
     number_text,
     progress,
@@ -33,8 +33,6 @@ from kvtools.terminal import (
 )
 
 POLICIES = ("rel_step", "step", "max_error", "rmse", "bpv")
-#: Names that a note lists before it only counts them.
-MAX_LISTED = 8
 
 
 def codec_config(args: argparse.Namespace, raw_dtype: str = "float32") -> CodecConfig:
@@ -57,7 +55,7 @@ def run_pack(args: argparse.Namespace) -> int:
     codec_config(args)  # wrong usage is reported before any file is looked at
     if args.rope_theta is None and args.rotary_dim is not None:
         args.parser.error("--rotary-dim goes with --rope-theta")
-    name = check_name(Path(args.input).stem if args.session is None else args.session)
+    name = _session_name(args)
     if args.fit_tokens > MAX_FIT_TOKENS:
         args.parser.error(f"--fit-tokens {args.fit_tokens}: at most {MAX_FIT_TOKENS}")
     with TensorFile(args.input) as file:
@@ -89,6 +87,15 @@ def run_pack(args: argparse.Namespace) -> int:
     return 0
 
 
+def _session_name(args: argparse.Namespace) -> str:
+    if args.session is not None:
+        return check_name(args.session)
+    try:
+        return check_name(Path(args.input).stem)
+    except InvalidArgument as error:
+        raise InvalidArgument(f"{error}; give another one with --session") from error
+
+
 def _check_positions(args: argparse.Namespace, kv: KvFile) -> None:
     """Refuse a part of a session, whose tokens would silently get other positions."""
     first = kv.hints.first_token()
@@ -104,8 +111,7 @@ def _check_positions(args: argparse.Namespace, kv: KvFile) -> None:
 def _note_unused(kv: KvFile, *, quiet: bool) -> None:
     names = kv.unused()
     if names:
-        more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
-        note(f"not packed: {', '.join(names[:MAX_LISTED])}{more}", quiet=quiet)
+        note(f"not packed: {listed(names)}", quiet=quiet)
 
 
 class _Job:
@@ -142,20 +148,23 @@ class _Job:
         target = Path(path)
         if not target.parent.is_dir():
             raise NotFound(f"{path}: its folder does not exist")
-        temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
         try:
-            self._add(str(temporary))
-            os.rename(temporary, target)
-        except KvError as error:
-            error.args = (str(error).replace(str(temporary), path),)
-            raise
+            with folder_for(target) as temporary:
+                self._build(temporary, target)
         except OSError as error:
-            if str(error.filename) != str(temporary):
+            if not Path(str(error.filename)).name.startswith(f".{target.name}."):
                 raise
             raise OSError(error.errno, error.strerror, path) from error
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
         self.summary["archive"] = path
+
+    def _build(self, temporary: Path, target: Path) -> None:
+        """Store the session in an empty folder and move that to its place."""
+        try:
+            self._add(str(temporary))
+        except KvError as error:
+            error.args = (str(error).replace(str(temporary), self._args.archive),)
+            raise
+        os.rename(temporary, target)
 
     def _add(self, path: str) -> None:
         start = time.perf_counter()
@@ -202,12 +211,10 @@ class _Job:
         short = sorted(layer for layer, n in counts.items() if n < fit)
         if self._args.codec == "raw" or not short:
             return
-        listed = ", ".join(map(str, short[:MAX_LISTED]))
         if info.n_tokens < fit:
             what = f"{info.name!r} has {count_text(info.n_tokens, 'token')}, fewer"
         elif len(short) == 1:
-            what = f"layer {listed} has fewer tokens"
+            what = f"layer {short[0]} has fewer tokens"
         else:
-            more = ", ..." if len(short) > MAX_LISTED else ""
-            what = f"layers {listed}{more} have fewer tokens"
+            what = f"layers {listed(short)} have fewer tokens"
         note(f"{what} than --fit-tokens {fit}: kept uncompressed", quiet=self._args.quiet)

@@ -26,10 +26,16 @@ def rope_option(args: argparse.Namespace, kv: KvFile) -> Rope | None:
         widths = {layer.k.head_dim for layer in kv.layers}
         if args.rotary_dim is None and len(widths) > 1:
             raise InvalidArgument("layers have different head_dim: give --rotary-dim or --inv-freq")
-        rotary_dim = args.rotary_dim or widths.pop()
-        return Rope.from_theta(
-            args.rope_theta, rotary_dim, style=style or "half", scaling=scaling or 1.0
-        )
+        rotary_dim = args.rotary_dim or min(widths)
+        if rotary_dim > min(widths):
+            raise InvalidArgument(
+                f"--rotary-dim {rotary_dim}: K of {kv.file.path} has head_dim {min(widths)}, and "
+                "no more channels than that can be rotated"
+            )
+        with np.errstate(over="ignore"):  # Rope says it better than a warning
+            return Rope.from_theta(
+                args.rope_theta, rotary_dim, style=style or "half", scaling=scaling or 1.0
+            )
     if args.inv_freq is not None:
         return rope_from(
             _frequencies(args.inv_freq),

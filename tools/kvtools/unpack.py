@@ -18,7 +18,7 @@ from kvcodecs.spec import Kind, float_dtype
 
 import kvstore
 from kvstore import Model
-from kvtools.hints import METADATA_KEY
+from kvtools.hints import METADATA_KEY, are_layer_numbers
 from kvtools.source import has_rope
 from kvtools.tensorfile import TensorWriter
 from kvtools.terminal import count_text, progress, show_json, size_text
@@ -57,16 +57,17 @@ def run_unpack(args: argparse.Namespace) -> int:
         with TensorWriter(args.output, shapes, metadata, overwrite=args.force) as writer:
             if token_ids is not None:
                 writer.array("token_ids")[...] = token_ids
-            todo = [(*stream, *piece) for stream in spans for piece in _pieces(*spans[stream])]
             with progress("unpack", quiet=args.quiet or args.json) as advance:
-                for done, (index, kind, first, last) in enumerate(todo):
-                    begin = spans[index, kind][0]
-                    view = layout.view(writer, index, kind)[:, first - begin : last - begin]
-                    session.read(
-                        layers[index], kind, first, last, args.k_state, dtype.name, out=view
-                    )
-                    writer.release()
-                    advance(done + 1, len(todo))
+                done, total = 0, sum(last - first for first, last in spans.values())
+                for (index, kind), (begin, end) in spans.items():
+                    for first, last in _pieces(begin, end):
+                        view = layout.view(writer, index, kind)[:, first - begin : last - begin]
+                        session.read(
+                            layers[index], kind, first, last, args.k_state, dtype.name, out=view
+                        )
+                        writer.release()
+                        done += last - first
+                        advance(done, total)
     if args.json:
         tensors = {key: list(shape) for key, (_, shape) in shapes.items()}
         show_json({"session": name, "start": start, "stop": stop, "tensors": tensors})
@@ -172,18 +173,21 @@ def layer_numbers(session: kvstore.Session) -> list[int]:
     """Return the model's own numbers of a session's layers, as `pack` kept them."""
     numbers = session.metadata.get("layers")
     n_layers = session.model.n_layers
-    if isinstance(numbers, list) and len(numbers) == n_layers and len(set(numbers)) == n_layers:
-        return [int(number) for number in numbers]
+    if isinstance(numbers, list) and len(numbers) == n_layers and are_layer_numbers(numbers):
+        return list(numbers)
     return list(range(n_layers))
 
 
-def _chosen_layers(wanted: list[int] | None, model: Model, where: str) -> list[int]:
+def _chosen_layers(wanted: list[range] | None, model: Model, where: str) -> list[int]:
+    """Expand ``--layers``, once all of it is known to be there."""
     if wanted is None:
         return list(range(model.n_layers))
-    beyond = [layer for layer in wanted if layer >= model.n_layers]
-    if beyond:
-        raise InvalidArgument(f"{where} has layers 0 to {model.n_layers - 1}, not {beyond}")
-    return wanted
+    for span in wanted:
+        if span.stop > model.n_layers:
+            raise InvalidArgument(
+                f"{where} has layers 0 to {model.n_layers - 1}, not {span.stop - 1}"
+            )
+    return [layer for span in wanted for layer in span]
 
 
 def _id_dtype(token_ids: npt.NDArray[np.int64]) -> npt.DTypeLike:

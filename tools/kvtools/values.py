@@ -1,0 +1,110 @@
+"""What an option's text may be: numbers within bounds, token ranges, layers, paths.
+
+Every number that a loop or an allocation follows has an upper bound here or where it meets the
+input, so that a mistyped one is an error at once. `layer_list` does not expand its ranges: only
+the archive knows how many layers there are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+from collections.abc import Callable
+
+#: More than any size in an archive; numbers above are not worth carrying on.
+MAX_NUMBER = 10**18
+#: Characters of a bad value that its error message quotes.
+_MAX_QUOTED = 60
+
+
+def _refuse(text: str, fault: str) -> argparse.ArgumentTypeError:
+    quoted = text if len(text) <= _MAX_QUOTED else text[:_MAX_QUOTED] + "..."
+    return argparse.ArgumentTypeError(f"{quoted!r} {fault}")
+
+
+def _whole(text: str) -> int | None:
+    """Parse a whole number from 0 to `MAX_NUMBER`; None for anything else."""
+    digits = text.lstrip("0") or "0"
+    if not (text and text.isascii() and text.isdecimal()) or len(digits) > len(str(MAX_NUMBER)):
+        return None
+    value = int(digits)
+    return value if value <= MAX_NUMBER else None
+
+
+def token_range(text: str) -> tuple[int, int | None]:
+    """Parse ``a:b`` (either may be left out) into start and stop."""
+    start, colon, stop = text.partition(":")
+    first = _whole(start) if start else 0
+    last = _whole(stop) if stop else None
+    if not colon or first is None or (stop and last is None) or (last or first) < first:
+        raise _refuse(text, "is no token range a:b with 0 <= a <= b")
+    return first, last
+
+
+def layer_list(text: str) -> list[range]:
+    """Parse ``0,3,5-7`` into ranges, in the order given."""
+    spans: list[range] = []
+    for part in text.split(","):
+        start, dash, stop = part.partition("-")
+        first = _whole(start)
+        last = _whole(stop) if dash else first
+        if first is None or last is None or last < first:
+            raise _refuse(text, "is no list of layers like 0,3,5-7")
+        spans.append(range(first, last + 1))
+    ordered = sorted(spans, key=lambda span: span.start)
+    for before, after in itertools.pairwise(ordered):
+        if after.start < before.stop:
+            raise _refuse(text, "names a layer twice")
+    return spans
+
+
+def positive_float(text: str) -> float:
+    """Parse a finite number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise _refuse(text, "is no positive number")
+    return value
+
+
+def positive_int(text: str) -> int:
+    """Parse a whole number of 1 or more."""
+    value = _whole(text)
+    if not value:
+        raise _refuse(text, "is no positive whole number")
+    return value
+
+
+def up_to(limit: int) -> Callable[[str], int]:
+    """Return a parser of whole numbers from 1 to `limit`."""
+
+    def parse(text: str) -> int:
+        value = _whole(text)
+        if not value or value > limit:
+            raise _refuse(text, f"is no whole number from 1 to {limit}")
+        return value
+
+    return parse
+
+
+def count(text: str) -> int:
+    """Parse a whole number of 0 or more."""
+    value = _whole(text)
+    if value is None:
+        raise _refuse(text, "is no whole number of 0 or more")
+    return value
+
+
+def block_size(text: str) -> int | str:
+    """Parse ``auto`` or a positive whole number."""
+    return text if text == "auto" else positive_int(text)
+
+
+def path(text: str) -> str:
+    """Take a path as it is; an empty one, as of an unset variable, would mean this folder."""
+    if not text or "\0" in text:
+        raise _refuse(text, "is no path")
+    return text
