@@ -99,14 +99,18 @@ def _details(info: SessionInfo, *, layers: bool) -> dict[str, Any]:
         "largest_error_over_bound": _error_over_bound(info),
     }
     if layers:
-        details["layers"] = [_stream_details(stream) for stream in info.streams]
+        details["layers"] = [
+            _stream_details(stream, info.model.layers[stream.layer].window)
+            for stream in info.streams
+        ]
     return details
 
 
-def _stream_details(stream: StreamInfo) -> dict[str, Any]:
+def _stream_details(stream: StreamInfo, window: int | None) -> dict[str, Any]:
     return {
         "layer": stream.layer,
         "kind": stream.kind,
+        "window": window,
         "heads": stream.heads,
         "head_dim": stream.head_dim,
         "codec": stream.codec,
@@ -150,10 +154,13 @@ def _show_session(info: SessionInfo, *, layers: bool) -> None:
     show_pairs(pairs)
     if layers:
         print()
+        # Most models have no windows: their tables stay without the columns.
+        windowed = any(layer.window is not None for layer in model.layers)
         rows = [
             (
                 f"{stream.layer} {stream.kind}",
                 f"{stream.heads} x {stream.head_dim}",
+                *(_window_cells(model, stream) if windowed else ()),
                 f"{stream.block_tokens}",
                 f"{stream.n_frames}",
                 number_text(stream.bits_per_value, 4),
@@ -163,9 +170,18 @@ def _show_session(info: SessionInfo, *, layers: bool) -> None:
             )
             for stream in info.streams
         ]
-        columns = ("layer", "heads x dim", "block", "frames", "bits/value", "max error")
+        columns = (
+            *("layer", "heads x dim"),
+            *(("window", "first token") if windowed else ()),
+            *("block", "frames", "bits/value", "max error", "bound", "RMS error"),
+        )
         title = f"errors and bounds: {CODED_DOMAIN}" if info.k_state == "post" else ""
-        show_table(title, (*columns, "bound", "RMS error"), rows)
+        show_table(title, columns, rows)
+
+
+def _window_cells(model: Model, stream: StreamInfo) -> tuple[str, str]:
+    window = model.layers[stream.layer].window
+    return "-" if window is None else str(window), str(stream.start_token)
 
 
 def _bound(stream: StreamInfo) -> float | None:
@@ -207,7 +223,12 @@ def _rope_text(model: Model) -> str:
 
 
 def _date_text(seconds: int) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds)) if seconds else "unknown"
+    if not seconds:
+        return "unknown"
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
+    except (OverflowError, ValueError, OSError):  # no year of a calendar
+        return f"{seconds} s after 1970"
 
 
 def _geometry(info: SessionInfo) -> str:

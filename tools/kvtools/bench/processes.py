@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import numpy as np
-from kvcodecs.errors import KvError
+from kvcodecs.errors import InvalidArgument, KvError
 
 from kvtools.bench.rows import Row
 from kvtools.sample import Sample
@@ -82,6 +82,12 @@ def measure_import(reps: int) -> list[Row]:
 
 def write_tiled(path: Path, sample: Sample, megabytes: int) -> int:
     """Write a file of about `megabytes` MB of float16 K and V; return its number of tokens."""
+    for tensors in (sample.k, sample.v):
+        if len({x.shape for x in tensors}) > 1:
+            raise InvalidArgument(
+                f"{sample.label}: layers differ in shape, which the group memory does not measure; "
+                "choose other groups with --only"
+            )
     n_tokens = max(1, megabytes * 1_000_000 // (2 * sample.n_values // sample.n_tokens))
     n_layers = sample.model.n_layers
     shapes: dict[str, tuple[np.dtype[np.float16], tuple[int, ...]]] = {}
