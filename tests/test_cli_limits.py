@@ -315,6 +315,19 @@ def test_what_is_no_kv_error_is_one_line_too(run, tmp_path, monkeypatch):
     fails(run("ls", tmp_path / "a.kv"), "not valid UTF-8")
 
 
+def test_names_in_files_are_no_commands_to_a_terminal(run, tmp_path):
+    arrays = {"k_pre": kv(), "v": kv(), "x\x1b[2J\ny": np.zeros(1, np.float32)}
+    path = save(tmp_path / "x.safetensors", arrays, {"model": "a\x1b[31m\nb\x9b"})
+    _, _, err = run("pack", path, tmp_path / "a.kv")
+    assert r"not packed: x\x1b[2J\ny" in err
+    for command in ("ls", "info"):
+        _, out, _ = run(command, tmp_path / "a.kv")
+        assert r"a\x1b[31m\nb\x9b" in out
+        assert "\x1b" not in out
+    save(tmp_path / "y.safetensors", {"q\x1b": kv()})
+    fails(run("pack", tmp_path / "y.safetensors", tmp_path / "a.kv"), r"has q\x1b")
+
+
 # -- ends
 
 

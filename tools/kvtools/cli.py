@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from kvtools.signals import ending_signals
+from kvtools.terminal import accept_any_text, plain
 from kvtools.values import (
     block_size,
     count,
@@ -296,8 +297,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Wrong usage and ``-h`` leave by `SystemExit`, as argparse does.
     """
-    from kvtools.terminal import accept_any_text
-
     accept_any_text()
     parser = build_parser()
     args = parser.parse_args(argv)
@@ -337,5 +336,5 @@ def _one_line(error: Exception) -> str:
         text = str(error) or type(error).__name__
     for advice, here in ADVICE.items():
         text = text.replace(advice, here)
-    text = " ".join(text.split())
+    text = plain(" ".join(text.split()))
     return text if len(text) <= MAX_MESSAGE else text[:MAX_MESSAGE] + " ..."

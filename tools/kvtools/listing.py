@@ -8,7 +8,15 @@ from kvcodecs.errors import NotFound
 
 import kvstore
 from kvtools.info import session_summary
-from kvtools.terminal import count_text, number_text, progress, show_json, show_table, size_text
+from kvtools.terminal import (
+    count_text,
+    number_text,
+    plain,
+    progress,
+    show_json,
+    show_table,
+    size_text,
+)
 
 
 def run_ls(args: argparse.Namespace) -> int:
@@ -54,7 +62,7 @@ def run_verify(args: argparse.Namespace) -> int:
         )
         return 0 if report.ok else 1
     for problem in report.problems:
-        print(" ".join(f"{problem.kind}: {problem.message}".split()))
+        print(plain(" ".join(f"{problem.kind}: {problem.message}".split())))
     if not args.quiet:
         verdict = "sound" if report.ok else count_text(len(report.problems), "problem")
         print(

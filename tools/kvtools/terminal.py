@@ -15,11 +15,20 @@ Progress = Callable[[int, int], None]
 MAX_LISTED = 8
 
 
+def plain(text: str) -> str:
+    """Escape control characters: names in files are others' words, and no commands to a terminal.
+
+    Lone surrogates stay, which `accept_any_text` turns back into the bytes of a path.
+    """
+    return "".join(repr(c)[1:-1] if c < " " or "\x7f" <= c < "\xa0" else c for c in text)
+
+
 def show_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table: boxed on a terminal, plain aligned columns otherwise.
 
     Columns of numbers are aligned right, others left.
     """
+    rows = [[plain(cell) for cell in row] for row in rows]
     numeric = [
         bool(rows) and all(row[i][:1].isdigit() or row[i] == "-" for row in rows)
         for i in range(len(columns))
@@ -50,7 +59,7 @@ def show_pairs(pairs: Sequence[tuple[str, str]]) -> None:
     """Print ``name  value`` lines, the values aligned."""
     width = max((len(name) for name, _ in pairs), default=0)
     for name, value in pairs:
-        print(f"{name.ljust(width)}  {value}".rstrip())
+        print(f"{name.ljust(width)}  {plain(value)}".rstrip())
 
 
 def accept_any_text() -> None:
@@ -89,7 +98,7 @@ def _finite(value: object) -> object:
 def note(text: str, *, quiet: bool) -> None:
     """Tell the user something on stderr that is not an error."""
     if not quiet:
-        print(f"kvstore: {text}", file=sys.stderr)
+        print(f"kvstore: {plain(text)}", file=sys.stderr)
 
 
 @contextmanager
