@@ -183,11 +183,13 @@ def test_sessions_are_opened_while_others_are_deleted():
 
             def list_many():
                 try:
-                    for _ in range(300):
-                        archive._open_sessions()
+                    for _ in range(30):
+                        archive.create_session("b", model=MODEL).close()
+                        archive.delete_session("b")
                 except RuntimeError as error:
                     errors.append(error)
-                stop.set()
+                finally:
+                    stop.set()
 
             threads = [threading.Thread(target=f) for f in (open_many, open_many, list_many)]
             for thread in threads:
