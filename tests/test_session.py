@@ -731,3 +731,25 @@ def test_the_version_is_the_installed_one():
     assert kvstore.__version__ == version("kvstore")
     with pytest.raises(AttributeError):
         kvstore.nothing  # noqa: B018
+
+
+def test_times_and_threads(place):
+    for seconds in (float("inf"), 1e10, 10**400, 0):
+        with kvstore.open(place, "a", lock_timeout=seconds) as archive:
+            assert archive.names() == []
+    with kvstore.open(place, "a", lock_timeout=float("inf")) as archive:
+        session = archive.create_session("s", model=MODEL)
+        k, v = tensors(5)
+        for n_threads in (0, -1, 1.5, True, "2"):
+            for use in (
+                lambda n: session.append(k, v, n_threads=n),
+                lambda n: session.read(0, "k", n_threads=n),
+                lambda n: session.read_all(n_threads=n),
+            ):
+                with pytest.raises(InvalidArgument, match="n_threads"):
+                    use(n_threads)
+        session.append(k, v, n_threads=np.int64(2))
+        session.commit()
+    for seconds in (float("nan"), -1, "5", None):
+        with pytest.raises(InvalidArgument, match="lock_timeout"):
+            kvstore.open(place, lock_timeout=seconds)
