@@ -766,3 +766,31 @@ def test_gc_frees_what_a_killed_writer_left(run, tmp_path, source):
     assert "0 B freed" in succeeds(run("gc", archive))
     fails(run("gc", tmp_path / "none.kv"), "no such archive")
     assert not (tmp_path / "none.kv").exists()
+
+
+def test_a_damaged_session_is_named_and_can_be_removed(run, tmp_path, source):
+    from kvstore import keys
+
+    archive = tmp_path / "a.kv"
+    for name in ("good", "bad"):
+        succeeds(run("pack", source, archive, "--session", name))
+    with kvstore.open(archive, "a") as opened, opened._backend.write(1.0) as transaction:
+        value = bytearray(transaction.get(keys.session_key("bad")))
+        value[-5] ^= 1
+        transaction.put(keys.session_key("bad"), bytes(value))
+    for command in ("ls", "info"):
+        code, out, err = run(command, archive)
+        assert code == 1
+        assert "good" in out
+        assert err.startswith("kvstore: damaged session 'bad': ")
+        assert err.count("\n") == 1
+        code, out, err = run(command, archive, "--json")
+        assert code == 1
+        found = json.loads(out)
+        assert "crc32c" in (found[1]["error"] if command == "ls" else found["damaged"]["bad"])
+        assert err == ""
+    assert run("verify", archive)[0] == 1
+    succeeds(run("rm", archive, "bad"))
+    assert "good" in succeeds(run("ls", archive))
+    succeeds(run("gc", archive))
+    assert json.loads(succeeds(run("verify", archive, "--json")))["n_leftover"] == 0

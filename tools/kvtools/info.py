@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -13,6 +14,7 @@ from kvstore import Model, SessionInfo, StreamInfo
 from kvtools.terminal import (
     count_text,
     number_text,
+    plain,
     ratio_text,
     show_json,
     show_pairs,
@@ -30,8 +32,9 @@ def run_info(args: argparse.Namespace) -> int:
     """Describe an archive and its sessions from records and frame headers."""
     with kvstore.open(args.archive) as archive:
         about = archive.info()
+        damaged: dict[str, kvstore.KvError] = {}
         if args.session is None:
-            sessions = archive.sessions()
+            sessions, damaged = archive.sessions(), archive.damaged()
         else:
             sessions = [archive.session(args.session).info()]
     if args.json:
@@ -47,9 +50,10 @@ def run_info(args: argparse.Namespace) -> int:
                 "frame_bytes": about.frame_bytes,
                 "file_bytes_over_frame_bytes": about.overhead,
                 "sessions": [_details(info, layers=args.layers) for info in sessions],
+                "damaged": {name: str(error) for name, error in damaged.items()},
             }
         )
-        return 0
+        return 1 if damaged else 0
     show_pairs(
         [
             ("archive", about.path),
@@ -63,7 +67,15 @@ def run_info(args: argparse.Namespace) -> int:
     for info in sessions:
         print()
         _show_session(info, layers=args.layers)
-    return 0
+    return show_damaged(damaged)
+
+
+def show_damaged(damaged: Mapping[str, kvstore.KvError]) -> int:
+    """Say on stderr which sessions cannot be read, and return the exit code."""
+    for name, error in damaged.items():
+        text = f"kvstore: damaged session {name!r}: {error}; `kvstore rm` removes it"
+        print(plain(" ".join(text.split())), file=sys.stderr)
+    return 1 if damaged else 0
 
 
 def session_summary(info: SessionInfo) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import argparse
 from kvcodecs.errors import NotFound
 
 import kvstore
-from kvtools.info import session_summary
+from kvtools.info import session_summary, show_damaged
 from kvtools.terminal import (
     count_text,
     number_text,
@@ -20,12 +20,13 @@ from kvtools.terminal import (
 
 
 def run_ls(args: argparse.Namespace) -> int:
-    """List sessions, in byte order of their names."""
+    """List sessions, in byte order of their names; exit with 1 if some cannot be read."""
     with kvstore.open(args.archive) as archive:
-        sessions = archive.sessions()
+        sessions, damaged = archive.sessions(), archive.damaged()
     if args.json:
-        show_json([session_summary(info) for info in sessions])
-        return 0
+        broken = [{"name": name, "error": str(error)} for name, error in damaged.items()]
+        show_json([session_summary(info) for info in sessions] + broken)
+        return 1 if damaged else 0
     rows = [
         (
             info.name,
@@ -38,7 +39,7 @@ def run_ls(args: argparse.Namespace) -> int:
         for info in sessions
     ]
     show_table("", ("session", "model", "layers", "tokens", "bits/value", "size"), rows)
-    return 0
+    return show_damaged(damaged)
 
 
 def run_verify(args: argparse.Namespace) -> int:

@@ -158,7 +158,7 @@ def _pieces(start: int, stop: int) -> Iterator[tuple[int, int]]:
 
 def only_session(archive: kvstore.Archive) -> str:
     """Return the name of the archive's only session; otherwise say what to do."""
-    names = [info.name for info in archive.sessions()]
+    names = archive.names()
     if len(names) == 1:
         return names[0]
     if not names:
