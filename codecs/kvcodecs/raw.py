@@ -154,10 +154,10 @@ class RawCodec:
         if view.nbytes != expected:
             kind = Truncated if view.nbytes < expected else Corrupt
             raise kind(f"raw block: {view.nbytes} bytes, expected {expected}")
-        values = np.frombuffer(view, dtype=_stored_dtype(dtype), offset=1)
-        if not values.dtype.isnative:
-            values = values.byteswap()
-        values = values.view(dtype).reshape(spec.heads, n_tokens, spec.head_dim)
+        stored = np.frombuffer(view, dtype=_stored_dtype(dtype), offset=1)
+        if not stored.dtype.isnative:
+            stored = stored.byteswap()
+        values = stored.view(dtype).reshape(spec.heads, n_tokens, spec.head_dim)
         lo = placement.start - first_token
         plan.copy(values[:, lo : lo + placement.n_rows], spec, placement)
 
