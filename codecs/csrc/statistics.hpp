@@ -7,27 +7,45 @@
 
 namespace kv {
 
+// One row of each pass, channel by channel: plain loops over arrays, so that compilers vectorise them.
+template <class T>
+inline void add_mean_row(kv_u32 n, const T* __restrict x, double* __restrict mean, double* __restrict squares,
+                         double* __restrict largest) {
+  for (kv_u32 c = 0; c < n; ++c) {
+    const double value = (double)x[c], magnitude = std::fabs(value);
+    mean[c] += value;
+    squares[c] += value * value;
+    largest[c] = magnitude > largest[c] ? magnitude : largest[c];
+  }
+}
+
+template <class T>
+inline void add_moments_row(kv_u32 n, const T* __restrict x, const double* __restrict mean,
+                            double* __restrict variance, double* __restrict covariance, double* __restrict previous) {
+  for (kv_u32 c = 0; c < n; ++c) {
+    const double r = (double)x[c] - mean[c];
+    variance[c] += r * r;
+    covariance[c] += r * previous[c];
+    previous[c] = r;
+  }
+}
+
 // Two passes over the same tokens: add_mean for every chunk, then add_moments for every chunk. Sums run token by
 // token in order, so the result does not depend on the chunking.
 class Statistics {
  public:
   Statistics(kv_u32 heads, kv_u32 head_dim)
-      : heads_(heads), head_dim_(head_dim), mean_((std::size_t)heads * head_dim), sum_squares_(heads) {}
+      : heads_(heads), head_dim_(head_dim) {
+    for (auto* table : {&mean_, &squares_, &largest_}) table->resize((std::size_t)heads * head_dim);
+  }
 
   // x: [heads][n][head_dim]
   template <class T>
   void add_mean(const T* x, kv_u64 n) {
     for (kv_u32 h = 0; h < heads_; ++h) {
-      double* mean = mean_.data() + (std::size_t)h * head_dim_;
-      for (kv_u64 t = 0; t < n; ++t, x += head_dim_) {
-        double squares = 0;
-        for (kv_u32 c = 0; c < head_dim_; ++c) {
-          mean[c] += (double)x[c];
-          squares += (double)x[c] * (double)x[c];
-          largest_ = std::max(largest_, std::fabs((double)x[c]));
-        }
-        sum_squares_[h] += squares;
-      }
+      const std::size_t base = (std::size_t)h * head_dim_;
+      for (kv_u64 t = 0; t < n; ++t, x += head_dim_)
+        add_mean_row(head_dim_, x, &mean_[base], &squares_[base], &largest_[base]);
     }
     n_tokens_ += n;
   }
@@ -36,35 +54,25 @@ class Statistics {
     for (double& m : mean_) m /= (double)std::max<kv_u64>(n_tokens_, 1);
     variance_.assign(mean_.size(), 0.0);
     covariance_.assign(mean_.size(), 0.0);
-    previous_.assign(mean_.size(), 0.0);
-    started_ = false;
+    previous_.assign(mean_.size(), 0.0);  // of the first token: its product then adds nothing
   }
 
   template <class T>
   void add_moments(const T* x, kv_u64 n) {
-    if (n == 0) return;
     for (kv_u32 h = 0; h < heads_; ++h) {
       const std::size_t base = (std::size_t)h * head_dim_;
-      for (kv_u64 t = 0; t < n; ++t, x += head_dim_) {
-        const bool first = !started_ && t == 0;
-        for (kv_u32 c = 0; c < head_dim_; ++c) {
-          const double r = (double)x[c] - mean_[base + c];
-          variance_[base + c] += r * r;
-          if (!first) covariance_[base + c] += r * previous_[base + c];
-          previous_[base + c] = r;
-        }
-      }
+      for (kv_u64 t = 0; t < n; ++t, x += head_dim_)
+        add_moments_row(head_dim_, x, &mean_[base], &variance_[base], &covariance_[base], &previous_[base]);
     }
-    started_ = true;
   }
 
   double sum_squares() const {
     double sum = 0;
-    for (double s : sum_squares_) sum += s;
+    for (double s : squares_) sum += s;
     return sum;
   }
   kv_u64 n_tokens() const { return n_tokens_; }
-  double largest() const { return largest_; }
+  double largest() const { return *std::max_element(largest_.begin(), largest_.end()); }
   kv_u32 heads() const { return heads_; }
   kv_u32 head_dim() const { return head_dim_; }
   // Which of the two passes may come next.
@@ -97,9 +105,7 @@ class Statistics {
  private:
   kv_u32 heads_, head_dim_;
   kv_u64 n_tokens_ = 0;
-  double largest_ = 0;
-  bool started_ = false;
-  std::vector<double> mean_, sum_squares_, variance_, covariance_, previous_;
+  std::vector<double> mean_, squares_, largest_, variance_, covariance_, previous_;  // of each channel
 };
 
 }  // namespace kv
