@@ -25,7 +25,7 @@ from .layout import check_configs, check_fit_tokens, new_layout
 from .reader import Reader
 from .records import SessionRecord
 from .session import Session, source_of
-from .survey import collect_garbage, session_names, survey
+from .survey import Survey, collect_garbage, session_names, survey
 from .writer import SessionWriter
 
 if TYPE_CHECKING:
@@ -208,16 +208,19 @@ class Archive:
 
         Sessions for which that fails are left out: `damaged` says which and why.
         """
-        with self._read() as snapshot:
-            return survey(self, snapshot).sessions
+        return self.survey().sessions
 
     def damaged(self) -> dict[str, KvError]:
         """Return why `Session.info` fails, by name, of the sessions that `sessions` leaves out.
 
         Looks at records and headers of frames; `verify` looks at everything.
         """
+        return self.survey().damaged
+
+    def survey(self) -> Survey:
+        """Return `sessions` and `damaged` of one walk over the archive."""
         with self._read() as snapshot:
-            return survey(self, snapshot).damaged
+            return survey(self, snapshot)
 
     def delete_session(self, name: str) -> None:
         """Delete a session and all that belongs to it; its space is used again.
@@ -323,8 +326,7 @@ class Archive:
 
     def info(self) -> ArchiveInfo:
         """Return the sizes of the whole archive."""
-        with self._read() as snapshot:
-            found = survey(self, snapshot)
+        found = self.survey()
         backend = self._backend.info()
         return ArchiveInfo(
             path=self.path,

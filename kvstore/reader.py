@@ -187,7 +187,7 @@ class Reader:
                 request.stop,
             )
         ]
-        batches: list[list[tuple[Request, Piece, Coding, memoryview]]] = [[]]
+        batches: list[list[tuple[Request, Piece, Coding, memoryview, Rope | None]]] = [[]]
         n_batch = 0
         passing = Passing(snapshot)
         for request, piece in todo:
@@ -200,7 +200,7 @@ class Reader:
             if n_batch and n_batch + n_bytes > _BATCH_BYTES:
                 batches.append([])
                 n_batch = 0
-            batches[-1].append((request, piece, coding, payload))
+            batches[-1].append((request, piece, coding, payload, rope))
             n_batch += n_bytes
         many = len(batches) > 1  # a short range is read once and stays mapped
         if many:
@@ -208,8 +208,7 @@ class Reader:
         tables = _Tables()
         for batch in batches:
             plan = Plan()
-            for request, piece, coding, payload in batch:
-                rope = coding.params.spec.rope if k_state == "post" else None
+            for request, piece, coding, payload, rope in batch:
                 table = None if rope is None else tables.get(rope, piece.start, piece.stop)
                 lo, hi = piece.start - request.start, piece.stop - request.start
                 out = request.out[:, lo:hi]

@@ -34,7 +34,8 @@ def run_info(args: argparse.Namespace) -> int:
         about = archive.info()
         damaged: dict[str, kvstore.KvError] = {}
         if args.session is None:
-            sessions, damaged = archive.sessions(), archive.damaged()
+            found = archive.survey()
+            sessions, damaged = found.sessions, found.damaged
         else:
             sessions = [archive.session(args.session).info()]
     if args.json:

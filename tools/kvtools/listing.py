@@ -22,7 +22,8 @@ from kvtools.terminal import (
 def run_ls(args: argparse.Namespace) -> int:
     """List sessions, in byte order of their names; exit with 1 if some cannot be read."""
     with kvstore.open(args.archive) as archive:
-        sessions, damaged = archive.sessions(), archive.damaged()
+        found = archive.survey()
+    sessions, damaged = found.sessions, found.damaged
     if args.json:
         broken = [{"name": name, "error": str(error)} for name, error in damaged.items()]
         show_json([session_summary(info) for info in sessions] + broken)
