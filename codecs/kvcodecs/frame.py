@@ -12,7 +12,7 @@ import mmap
 import struct
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import TYPE_CHECKING, ClassVar, Final, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import google_crc32c
 import numpy as np
@@ -151,8 +151,6 @@ class FrameHeader:
     header_tag: int
     error: ErrorStats
     payload_bytes: int
-
-    SIZE: ClassVar[int] = HEADER_BYTES
 
     @classmethod
     def unpack(cls, data: BytesLike, where: str = "") -> FrameHeader:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from . import _core
 from .errors import Corrupt, InvalidArgument, Truncated
-from .frame import BytesLike, byte_view
+from .frame import BytesLike
 from .rope import RopeTable, from_coded
 from .spec import FLOAT_DTYPES, KState, StreamSpec
 
@@ -124,8 +124,6 @@ class Plan:
         self._n_channels = 0
         self._n_classes = 0
         self._copies: list[tuple[npt.NDArray[Any], StreamSpec, Placement]] = []
-        self.n_values = 0
-        self.payload_bytes = 0
 
     def add(
         self,
@@ -177,8 +175,6 @@ class Plan:
         _check_output(out, (spec.heads, stop - start, spec.head_dim), prefix)
         if rope is not None:
             rope.rows(start, stop)
-        self.n_values += spec.n_values(stop - start)
-        self.payload_bytes += byte_view(payload).nbytes
         placement = Placement(start, stop, n_tokens, out, rope, prefix)
         try:
             codec.schedule(self, params, payload, first_token, placement)

@@ -16,7 +16,6 @@ Kind = Literal["k", "v"]
 KState = Literal["pre", "post"]
 F32 = npt.NDArray[np.float32]
 
-KIND_CODES: dict[Kind, int] = {"k": 0, "v": 1}
 KINDS: tuple[Kind, ...] = ("k", "v")
 
 #: Output and input dtypes by name. float64 is accepted as input and narrowed to float32.
