@@ -52,22 +52,6 @@ def source(tmp_path: Path) -> Path:
     return save(tmp_path / "chat.safetensors", arrays, metadata)
 
 
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]):
-    """Run a command line; return (exit code, stdout, stderr)."""
-
-    def run_main(*argv: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        try:
-            code = cli.main([str(arg) for arg in argv])
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return run_main
-
-
 def fails(result: tuple[int, str, str], *words: str) -> None:
     """Assert an error: exit code 1, one line on stderr that says these words."""
     code, _, err = result

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kvtools import cli, hints, signals, temporary, values
+from kvtools import hints, signals, temporary, values
 from kvtools.tensorfile import TensorFile, TensorWriter
 
 import kvstore
@@ -42,20 +42,6 @@ def claim(path: Path, tensors: dict[str, list[int]]) -> Path:
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     return save(tmp_path / "chat.safetensors", {"k_pre": kv(), "v": kv()})
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]):
-    def run_main(*argv: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        try:
-            code = cli.main([str(arg) for arg in argv])
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return run_main
 
 
 def fails(result: tuple[int, str, str], *words: str) -> None:
