@@ -12,6 +12,7 @@
 #include "cursor.hpp"
 #include "encoder.hpp"
 #include "executor.hpp"
+#include "quantiser.hpp"
 #include "statistics.hpp"
 #include "stream_layout.hpp"
 
@@ -300,6 +301,12 @@ void release_pages(nb::handle data) {
 #endif
 }
 
+KV_CLONES bool all_below(const float* x, size_t n, float limit) {
+  kv_i32 fine = 1;
+  for (size_t i = 0; i < n; ++i) fine &= (kv_i32)(std::fabs(x[i]) < limit);
+  return fine != 0;
+}
+
 // Flat index of the first value whose magnitude is not below `limit` (NaN included), or -1.
 kv_i64 find_beyond(const Array3<float>& x, float limit) {
   nb::gil_scoped_release release;
@@ -307,8 +314,7 @@ kv_i64 find_beyond(const Array3<float>& x, float limit) {
   const size_t n = x.size(), stride = 4096;
   for (size_t begin = 0; begin < n; begin += stride) {
     const size_t end = std::min(n, begin + stride);
-    bool fine = true;
-    for (size_t i = begin; i < end; ++i) fine &= std::fabs(values[i]) < limit;
+    const bool fine = all_below(values + begin, end - begin, limit);
     for (size_t i = begin; !fine && i < end; ++i)
       if (!(std::fabs(values[i]) < limit)) return (kv_i64)i;
   }
@@ -337,7 +343,9 @@ void add_moments(kv::Statistics& s, const Array3<T>& x) {
   s.add_moments(x.data(), x.shape(1));
 }
 
-nb::tuple finish_statistics(const kv::Statistics& s, double step, double mean_unit, bool ar, bool pairs) {
+nb::tuple finish_statistics(const kv::Statistics& s, double step, double mean_unit, bool ar, bool pairs,
+                            int class_of_one, int n_classes) {
+  if (class_of_one < 0 || n_classes < 1 || n_classes > 256) invalid("statistics: classes");
   if (!s.has_mean()) invalid("statistics: finish_mean comes first");
   const size_t n_channels = (size_t)s.heads() * s.head_dim();
   kv_i64* mean;
@@ -345,7 +353,7 @@ nb::tuple finish_statistics(const kv::Statistics& s, double step, double mean_un
   auto means = new_array<kv_i64>({n_channels}, &mean);
   auto rhos = new_array<kv_u8>({n_channels}, &rho);
   auto classes = new_array<kv_u8>({n_channels}, &cls);
-  s.finish(step, mean_unit, ar, pairs, mean, rho, cls);
+  s.finish(step, mean_unit, ar, pairs, class_of_one, n_classes, mean, rho, cls);
   return nb::make_tuple(means, rhos, classes);
 }
 
@@ -379,7 +387,8 @@ NB_MODULE(_core, m) {
       .def("finish_mean", &kv::Statistics::finish_mean)
       .def("add_moments", &add_moments<float>, "x"_a)
       .def("add_moments", &add_moments<double>, "x"_a)
-      .def("finish", &finish_statistics, "step"_a, "mean_unit"_a, "ar"_a, "pairs"_a)
+      .def("finish", &finish_statistics, "step"_a, "mean_unit"_a, "ar"_a, "pairs"_a,
+           "class_of_one"_a = 8, "n_classes"_a = (int)kv::kClasses)
       .def_prop_ro("sum_squares", &kv::Statistics::sum_squares)
       .def_prop_ro("largest", &kv::Statistics::largest)
       .def_prop_ro("n_tokens", &kv::Statistics::n_tokens);

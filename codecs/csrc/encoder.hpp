@@ -3,11 +3,11 @@
 #pragma once
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 #include <vector>
 
 #include "lane.hpp"
+#include "quantiser.hpp"
 #include "threads.hpp"
 
 namespace kv {
@@ -98,60 +98,9 @@ inline void encode_residual(RangeCursor& e, kv_u32* models, kv_i32 q) {
   for (kv_u32 i = k - 1; i-- > 0;) e.encode_raw((w >> i) & 1);
 }
 
-// Nearest integer, halves away from zero, exact for |x| < 2^52 (adding 0.5 first is not).
-inline kv_i64 round_half_away(double x) {
-  const kv_i64 whole = (kv_i64)x;
-  const double rest = x - (double)whole;
-  return whole + (rest >= 0.5) - (rest <= -0.5);
-}
-
 inline void append_varint(std::vector<kv_u8>& out, kv_u64 value) {
   for (; value >= 0x80; value >>= 7) out.push_back((kv_u8)(value | 0x80));
   out.push_back((kv_u8)value);
-}
-
-// Measured errors. Squares are summed as integers of (unit / 256)^2, exact in a double up to 2^53: the sum does not
-// depend on how tokens were chunked, nor on a restart in between.
-struct ErrorSums {
-  double max_error = 0;
-  double sum_squares = 0;
-  kv_u64 n_values = 0;
-};
-constexpr double kErrorScale = 256.0;
-
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(__SANITIZE_ADDRESS__)
-#define KV_CLONES __attribute__((target_clones("arch=skylake-avx512", "avx2", "default")))
-#else
-#define KV_CLONES
-#endif
-
-// Residuals, reconstructions (into `previous`) and absolute errors of one row. False: a residual of 2^24 or a value
-// of 2^24 units or more. `scale` is an integer. Plain loops over arrays, so that compilers vectorise them.
-KV_CLONES static bool quantise_row(kv_u32 n, const float* __restrict x, const kv_i32* __restrict mean,
-                                   const kv_i32* __restrict rho, double unit, double scale,
-                                   kv_i32* __restrict previous, kv_i32* __restrict residuals,
-                                   double* __restrict errors) {
-  const float unit32 = (float)unit;
-  kv_i32 faults = 0;
-  for (kv_u32 i = 0; i < n; ++i) {
-    const double value = x[i];
-    const kv_i32 prediction = mean[i] + ((rho[i] * (previous[i] - mean[i])) >> 4);
-    const double target = (value / unit - (double)prediction) / scale;
-    const bool in_range = std::fabs(target) < (double)kValueLimit - 0.5;  // false for NaN
-    const double bounded = in_range ? target : 0.0;
-    // Nearest, halves away from zero; adding 0.5 before truncating would not be exact.
-    const kv_i32 whole = (kv_i32)bounded;
-    const double rest = bounded - (double)whole;
-    const kv_i32 q = whole + (kv_i32)(rest >= 0.5) - (kv_i32)(rest <= -0.5);
-    const double exact = (double)prediction + (double)q * scale;
-    const bool representable = std::fabs(exact) < (double)kValueLimit;
-    faults |= (kv_i32)!(in_range & representable);
-    const kv_i32 r = representable ? (kv_i32)exact : 0;
-    residuals[i] = q;
-    previous[i] = r;
-    errors[i] = std::fabs(value - (double)((float)r * unit32));
-  }
-  return faults == 0;
 }
 
 // One block of the lane layout under construction: tokens come in, the payload can be taken at any moment.
@@ -197,14 +146,8 @@ class BlockEncoder {
   const Geometry& geometry() const { return g_; }
 
   // Errors in data units; set_error replaces those of what was pushed so far, for a tail read back from its frame.
-  ErrorSums error() const {
-    const double scale = g_.unit / kErrorScale;
-    return {error_.max_error, error_.sum_squares * (scale * scale), error_.n_values};
-  }
-  void set_error(const ErrorSums& error) {
-    const double scale = g_.unit / kErrorScale;
-    error_ = {error.max_error, std::nearbyint(error.sum_squares / (scale * scale)), error.n_values};
-  }
+  ErrorSums error() const { return to_data_units(error_, g_.unit); }
+  void set_error(const ErrorSums& error) { error_ = from_data_units(error, g_.unit); }
 
   // Append n tokens, x: [heads][n][head_dim] float32, C-contiguous, lanes side by side on n_threads threads. False: a
   // residual of 2^24 or a value of 2^24 units or more, or no memory; the encoder is then unusable. Callers check
@@ -215,11 +158,7 @@ class BlockEncoder {
     const bool in_memory = run_pieces<Row>(lanes_.size(), n_threads, [&](std::size_t l, Row& row) {
       if (!push_lane(lanes_[l], x + l / groups_ * n * g_.head_dim, n, row, sums[l])) fine = false;
     });
-    for (const ErrorSums& lane : sums) {
-      error_.max_error = lane.max_error > error_.max_error ? lane.max_error : error_.max_error;
-      error_.sum_squares += lane.sum_squares;
-    }
-    error_.n_values += n * lanes_.size() * g_.width;
+    for (const ErrorSums& lane : sums) error_.add(lane);
     n_tokens_ += n;
     return fine && in_memory;
   }
@@ -239,7 +178,7 @@ class BlockEncoder {
   struct Lane {
     RangeEncoder coder;
     std::vector<Channel> channels;
-    std::vector<kv_i32> mean, rho, previous;  // of each channel, apart so that quantise_row vectorises
+    std::vector<kv_i32> mean, rho, previous;  // of each channel, apart so that the quantiser vectorises
     std::vector<kv_u32> context;
     std::vector<kv_u32> models;
   };
@@ -247,7 +186,7 @@ class BlockEncoder {
   struct Row {
     std::vector<float> values;
     std::vector<kv_i32> residuals;
-    std::vector<double> errors;
+    std::vector<double> max_error, sum_squares;
   };
 
   // Row by row: first every prediction, residual and reconstruction, then the coding. The two loops have nothing in
@@ -256,9 +195,10 @@ class BlockEncoder {
     const std::size_t row_bytes = (std::size_t)g_.width * kMaxResidualBytes;
     row.values.resize(g_.width);
     row.residuals.resize(g_.width);
-    row.errors.resize(g_.width);
+    row.max_error.assign(g_.width, 0.0);
+    row.sum_squares.assign(g_.width, 0.0);
     for (kv_u64 t = 0; t < n; ++t, x += g_.head_dim) {
-      if (!quantise(lane, x, g_.first_token + n_tokens_ + t, row, sums)) return false;
+      if (!quantise(lane, x, g_.first_token + n_tokens_ + t, row)) return false;
       RangeCursor coder = lane.coder.run(row_bytes);
       kv_u32* models = lane.models.data();
       for (kv_u32 i = 0; i < g_.width; ++i) {
@@ -267,22 +207,16 @@ class BlockEncoder {
       }
       lane.coder.resume(coder);
     }
+    for (kv_u32 i = 0; i < g_.width; ++i) sums.add({row.max_error[i], row.sum_squares[i], n});
     return true;
   }
 
-  bool quantise(Lane& lane, const float* x, kv_u64 position, Row& row, ErrorSums& sums) const {
+  bool quantise(Lane& lane, const float* x, kv_u64 position, Row& row) const {
     for (kv_u32 i = 0; i < g_.width; ++i) row.values[i] = x[lane.channels[i].output];
-    const double scale = position < g_.sink ? 1.0 : (double)g_.sink_div;
-    const bool fine = quantise_row(g_.width, row.values.data(), lane.mean.data(), lane.rho.data(), g_.unit, scale,
-                                   lane.previous.data(), row.residuals.data(), row.errors.data());
-    const double error_scale = kErrorScale / g_.unit;
-    for (kv_u32 i = 0; i < g_.width; ++i) {
-      const double e = row.errors[i];
-      const double scaled = (double)(kv_i64)(std::min(e * error_scale, 1e15) + 0.5);
-      sums.max_error = e > sums.max_error ? e : sums.max_error;
-      sums.sum_squares += scaled * scaled;
-    }
-    return fine;
+    const QuantiserRow channels{lane.mean.data(), lane.rho.data(), lane.previous.data(), row.max_error.data(),
+                                row.sum_squares.data()};
+    return quantise_rows(1, g_.width, row.values.data(), 0, channels, g_.unit, position, g_.sink, g_.sink_div,
+                         row.residuals.data(), 0);
   }
 
   Geometry g_;

@@ -1,33 +1,55 @@
-// Stream statistics of TKV1: channel mean, AR(1) coefficient, spread class. FORMAT.md section 3.2.
+// Stream statistics: channel mean, AR(1) coefficient, spread class. FORMAT.md section 3.2.
 #pragma once
 
 #include <algorithm>
+#include <vector>
 
-#include "encoder.hpp"
+#include "quantiser.hpp"
 
 namespace kv {
 
-// One row of each pass, channel by channel: plain loops over arrays, so that compilers vectorise them.
+// Successive rows of each pass, channel by channel: plain loops over arrays, so that compilers vectorise them.
 template <class T>
-inline void add_mean_row(kv_u32 n, const T* __restrict x, double* __restrict mean, double* __restrict squares,
-                         double* __restrict largest) {
-  for (kv_u32 c = 0; c < n; ++c) {
-    const double value = (double)x[c], magnitude = std::fabs(value);
-    mean[c] += value;
-    squares[c] += value * value;
-    largest[c] = magnitude > largest[c] ? magnitude : largest[c];
+inline __attribute__((always_inline)) void mean_rows(kv_u64 tokens, kv_u32 n, const T* x, double* __restrict mean,
+                                                     double* __restrict squares, double* __restrict largest) {
+  for (kv_u64 t = 0; t < tokens; ++t, x += n) {
+    for (kv_u32 c = 0; c < n; ++c) {
+      const double value = (double)x[c], magnitude = std::fabs(value);
+      mean[c] += value;
+      squares[c] += value * value;
+      largest[c] = magnitude > largest[c] ? magnitude : largest[c];
+    }
   }
 }
 
 template <class T>
-inline void add_moments_row(kv_u32 n, const T* __restrict x, const double* __restrict mean,
-                            double* __restrict variance, double* __restrict covariance, double* __restrict previous) {
-  for (kv_u32 c = 0; c < n; ++c) {
-    const double r = (double)x[c] - mean[c];
-    variance[c] += r * r;
-    covariance[c] += r * previous[c];
-    previous[c] = r;
+inline __attribute__((always_inline)) void moments_rows(kv_u64 tokens, kv_u32 n, const T* x,
+                                                        const double* __restrict mean, double* __restrict variance,
+                                                        double* __restrict covariance, double* __restrict previous) {
+  for (kv_u64 t = 0; t < tokens; ++t, x += n) {
+    for (kv_u32 c = 0; c < n; ++c) {
+      const double r = (double)x[c] - mean[c];
+      variance[c] += r * r;
+      covariance[c] += r * previous[c];
+      previous[c] = r;
+    }
   }
+}
+
+KV_CLONES static void add_mean_rows(kv_u64 tokens, kv_u32 n, const float* x, double* mean, double* squares,
+                                    double* largest) {
+  mean_rows(tokens, n, x, mean, squares, largest);
+}
+static void add_mean_rows(kv_u64 tokens, kv_u32 n, const double* x, double* mean, double* squares, double* largest) {
+  mean_rows(tokens, n, x, mean, squares, largest);
+}
+KV_CLONES static void add_moments_rows(kv_u64 tokens, kv_u32 n, const float* x, const double* mean, double* variance,
+                                       double* covariance, double* previous) {
+  moments_rows(tokens, n, x, mean, variance, covariance, previous);
+}
+static void add_moments_rows(kv_u64 tokens, kv_u32 n, const double* x, const double* mean, double* variance,
+                             double* covariance, double* previous) {
+  moments_rows(tokens, n, x, mean, variance, covariance, previous);
 }
 
 // Two passes over the same tokens: add_mean for every chunk, then add_moments for every chunk. Sums run token by
@@ -44,8 +66,7 @@ class Statistics {
   void add_mean(const T* x, kv_u64 n) {
     for (kv_u32 h = 0; h < heads_; ++h) {
       const std::size_t base = (std::size_t)h * head_dim_;
-      for (kv_u64 t = 0; t < n; ++t, x += head_dim_)
-        add_mean_row(head_dim_, x, &mean_[base], &squares_[base], &largest_[base]);
+      add_mean_rows(n, head_dim_, x + h * n * head_dim_, &mean_[base], &squares_[base], &largest_[base]);
     }
     n_tokens_ += n;
   }
@@ -61,8 +82,8 @@ class Statistics {
   void add_moments(const T* x, kv_u64 n) {
     for (kv_u32 h = 0; h < heads_; ++h) {
       const std::size_t base = (std::size_t)h * head_dim_;
-      for (kv_u64 t = 0; t < n; ++t, x += head_dim_)
-        add_moments_row(head_dim_, x, &mean_[base], &variance_[base], &covariance_[base], &previous_[base]);
+      add_moments_rows(n, head_dim_, x + h * n * head_dim_, &mean_[base], &variance_[base], &covariance_[base],
+                       &previous_[base]);
     }
   }
 
@@ -78,9 +99,11 @@ class Statistics {
   // Which of the two passes may come next.
   bool has_mean() const { return !variance_.empty(); }
 
-  // mean in multiples of `mean_unit`, AR coefficient in sixteenths, class of the residual's spread in steps.
+  // mean in multiples of `mean_unit`, AR coefficient in sixteenths, class of the residual's spread in steps: quarters of
+  // an octave from `class_of_one`, below n_classes.
   // `pairs`: channels (c, c + head_dim/2) share their class, as the two halves of a RoPE pair do.
-  void finish(double step, double mean_unit, bool ar, bool pairs, kv_i64* mean, kv_u8* rho, kv_u8* cls) const {
+  void finish(double step, double mean_unit, bool ar, bool pairs, int class_of_one, int n_classes, kv_i64* mean,
+              kv_u8* rho, kv_u8* cls) const {
     const std::size_t n_channels = mean_.size();
     const double n = (double)std::max<kv_u64>(n_tokens_, 1);
     std::vector<double> residual(n_channels);
@@ -97,8 +120,8 @@ class Statistics {
       const std::size_t pair = j - c + (c + head_dim_ / 2) % head_dim_;
       const double v = pairs ? 0.5 * (residual[j] + residual[pair]) : residual[j];
       const double spread = std::max(std::sqrt(v) / step, 1e-9);
-      const double k = std::round(4.0 * std::log2(spread)) + 8.0;
-      cls[j] = (kv_u8)std::min(std::max(k, 0.0), (double)kClasses - 1.0);
+      const double k = std::round(4.0 * std::log2(spread)) + (double)class_of_one;
+      cls[j] = (kv_u8)std::min(std::max(k, 0.0), (double)(n_classes - 1));
     }
   }
 

@@ -6,6 +6,13 @@
 
 namespace kv {
 
+// Nearest integer, halves away from zero, exact for |x| < 2^52 (adding 0.5 first is not).
+inline kv_i64 round_half_away(double x) {
+  const kv_i64 whole = (kv_i64)x;
+  const double rest = x - (double)whole;
+  return whole + (rest >= 0.5) - (rest <= -0.5);
+}
+
 struct StreamParams {
   kv_u32 heads, head_dim;
   double step;

@@ -1,0 +1,107 @@
+// The quantiser that TKV1's lane layout and KVR1 share: closed-loop integer prediction of every channel, and the
+// errors measured on the way. FORMAT.md section 4.5. Host only.
+#pragma once
+
+#include <cmath>
+
+#include "lane.hpp"
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(__SANITIZE_ADDRESS__)
+#define KV_CLONES __attribute__((target_clones("arch=skylake-avx512", "avx2", "default")))
+#else
+#define KV_CLONES
+#endif
+
+namespace kv {
+
+// Measured errors. Squares are summed as integers of (unit / 256)^2, exact in a double up to 2^53: the sum does not
+// depend on the order of adding: not on chunks, nor threads, nor a restart in between.
+struct ErrorSums {
+  double max_error = 0;
+  double sum_squares = 0;
+  kv_u64 n_values = 0;
+
+  void add(const ErrorSums& other) {
+    max_error = other.max_error > max_error ? other.max_error : max_error;
+    sum_squares += other.sum_squares;
+    n_values += other.n_values;
+  }
+};
+constexpr double kErrorScale = 256.0;
+
+// Between the sums of an encoder, in (unit / 256)^2, and those of a frame, in data units.
+inline ErrorSums to_data_units(const ErrorSums& sums, double unit) {
+  const double scale = unit / kErrorScale;
+  return {sums.max_error, sums.sum_squares * (scale * scale), sums.n_values};
+}
+inline ErrorSums from_data_units(const ErrorSums& sums, double unit) {
+  const double scale = unit / kErrorScale;
+  return {sums.max_error, std::nearbyint(sums.sum_squares / (scale * scale)), sums.n_values};
+}
+
+// What quantising one row of channels reads and writes: one entry per channel.
+struct QuantiserRow {
+  const kv_i32* mean;
+  const kv_i32* rho;
+  kv_i32* previous;
+  double* max_error;
+  double* sum_squares;
+};
+
+// Residuals, reconstructions (into `previous`) and errors of one row. False: a residual of 2^24 or a value of 2^24 units
+// or more. `scale` is an integer. A plain loop over arrays, so that compilers vectorise it.
+template <bool kPowerOfTwo>
+inline __attribute__((always_inline)) bool quantise_channels(kv_u32 n, const float* __restrict x,
+                                                             const QuantiserRow& row, double unit, double scale,
+                                                             kv_i32* __restrict residuals) {
+  const kv_i32* __restrict mean = row.mean;
+  const kv_i32* __restrict rho = row.rho;
+  kv_i32* __restrict previous = row.previous;
+  double* __restrict max_error = row.max_error;
+  double* __restrict sum_squares = row.sum_squares;
+  const float unit32 = (float)unit;
+  const double error_scale = kErrorScale / unit;
+  const double inverse = 1.0 / scale;  // exact for a power of two, and then as good as the division
+  kv_i32 faults = 0;
+  for (kv_u32 i = 0; i < n; ++i) {
+    const double value = x[i];
+    const kv_i32 prediction = mean[i] + ((rho[i] * (previous[i] - mean[i])) >> 4);
+    const double distance = value / unit - (double)prediction;
+    const double target = kPowerOfTwo ? distance * inverse : distance / scale;
+    const bool in_range = std::fabs(target) < (double)kValueLimit - 0.5;  // false for NaN
+    const double bounded = in_range ? target : 0.0;
+    // Nearest, halves away from zero; adding 0.5 before truncating would not be exact.
+    const kv_i32 whole = (kv_i32)bounded;
+    const double rest = bounded - (double)whole;
+    const kv_i32 q = whole + (kv_i32)(rest >= 0.5) - (kv_i32)(rest <= -0.5);
+    const double exact = (double)prediction + (double)q * scale;
+    const bool representable = std::fabs(exact) < (double)kValueLimit;
+    faults |= (kv_i32)!(in_range & representable);
+    const kv_i32 r = representable ? (kv_i32)exact : 0;
+    residuals[i] = q;
+    previous[i] = r;
+    const double error = std::fabs(value - (double)((float)r * unit32));
+    const double bounded_error = error * error_scale < 1e9 ? error * error_scale : 1e9;
+    const double scaled = (double)(kv_i32)(bounded_error + 0.5);
+    max_error[i] = error > max_error[i] ? error : max_error[i];
+    sum_squares[i] += scaled * scaled;
+  }
+  return faults == 0;
+}
+
+// `tokens` rows of x, `stride` values apart, into rows of residuals `residual_stride` apart. Positions below `sink` are
+// quantised at the unit, the others sink_div times coarser.
+KV_CLONES static bool quantise_rows(kv_u64 tokens, kv_u32 n, const float* x, kv_u64 stride, const QuantiserRow& row,
+                                    double unit, kv_u64 first_token, kv_u64 sink, kv_u32 sink_div,
+                                    kv_i32* residuals, kv_u64 residual_stride) {
+  bool fine = true;
+  const bool power_of_two = (sink_div & (sink_div - 1)) == 0;
+  for (kv_u64 t = 0; t < tokens; ++t, x += stride, residuals += residual_stride) {
+    const double scale = first_token + t < sink ? 1.0 : (double)sink_div;
+    fine &= power_of_two ? quantise_channels<true>(n, x, row, unit, scale, residuals)
+                         : quantise_channels<false>(n, x, row, unit, scale, residuals);
+  }
+  return fine;
+}
+
+}  // namespace kv
