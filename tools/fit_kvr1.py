@@ -14,6 +14,7 @@ import heapq
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -28,10 +29,10 @@ from kvcodecs.kvr1.tables import (
     sink_classes,
     table_of,
 )
-
-from kvstore import TKV1
 from kvtools.bench.codec import streams_of
 from kvtools.sample import load_sample
+
+from kvstore import TKV1
 
 F64 = npt.NDArray[np.float64]
 I64 = npt.NDArray[np.int64]
@@ -88,12 +89,12 @@ def load_columns(path: str) -> Columns:
     parts, rms, is_k = [], [], []
     for _, kind, x in streams_of(load_sample(path)):
         heads, n_tokens, head_dim = x.shape
-        rows = x.astype(np.float64).transpose(1, 0, 2).reshape(n_tokens, heads * head_dim)
+        rows = x.transpose(1, 0, 2).reshape(n_tokens, heads * head_dim).astype(np.float64)
         parts.append(rows)
         rms.append(np.full(rows.shape[1], math.sqrt(float(np.mean(rows[: n_tokens // 2] ** 2)))))
         is_k.append(np.full(rows.shape[1], kind == "k"))
-    x = np.concatenate(parts, axis=1)
-    return Columns(x, np.concatenate(rms), x.shape[0] // 2, np.concatenate(is_k))
+    values: F64 = np.concatenate(parts, axis=1)
+    return Columns(values, np.concatenate(rms), len(values) // 2, np.concatenate(is_k))
 
 
 def round_away(x: F64) -> F64:
@@ -231,7 +232,7 @@ def measure_tkv1(path: str, rel_step: float) -> dict[bool, float]:
     n_bytes, n_values = {False: 0, True: 0}, {False: 0, True: 0}
     for layer, kind, x in streams_of(sample):
         prefill = np.ascontiguousarray(x[:, : x.shape[1] // 2])
-        params = codec.fit(config, sample.model.stream(layer, kind), lambda part=prefill: [part])
+        params = codec.fit(config, sample.model.stream(layer, kind), partial(iter, [prefill]))
         encoder = codec.encoder(params, 0)
         encoder.push(x)
         n_bytes[kind == "k"] += len(encoder.payload())
@@ -264,7 +265,8 @@ def main() -> None:
     freqs = np.stack([best_frequencies(row) for row in smoothed(counts)])
     for t, row in enumerate(freqs):
         n, rare = counts[t].sum() / 2, counts[t, row == 0].sum() / max(counts[t].sum(), 1.0)
-        print(f"table {t}: {n:.0f} samples, {np.count_nonzero(row) - 1} symbols, escapes {rare:.1e}")
+        n_symbols = np.count_nonzero(row) - 1
+        print(f"table {t}: {n:.0f} samples, {n_symbols} symbols, escapes {rare:.1e}")
     data = freqs.astype("<u2").tobytes()
     args.output.write_bytes(data)
     print(hashlib.sha256(data).hexdigest())
