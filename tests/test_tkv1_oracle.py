@@ -97,10 +97,10 @@ def fast_params(p):
         p.sink,
         p.sink_div,
         p.ar,
-        p.lane_width,
         np.array(p.mu, np.int32),
         np.array(p.rho, np.uint8),
         np.array(p.classes, np.uint8),
+        p.lane_width,
     )
 
 

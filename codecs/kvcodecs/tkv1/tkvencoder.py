@@ -11,9 +11,11 @@ import numpy.typing as npt
 
 from .. import _core
 from ..errors import InvalidArgument
+from ..quantiser import MAX_UNITS, means_fit
 from ..spec import Kind
+from ..varints import varint
 from .codec import CODEC
-from .params import MAX_UNITS, means_fit, prior_table, varint
+from .params import prior_table
 from .tkvheader import ChannelStatistics, Layout, TkvParams, lane_params, pack_header
 
 

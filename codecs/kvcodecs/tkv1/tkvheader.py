@@ -12,17 +12,11 @@ import numpy.typing as npt
 
 from .. import _core
 from ..errors import Corrupt, InvalidArgument, Truncated, Unsupported
+from ..quantiser import means_fit, unit_fits
 from ..spec import Kind, StreamSpec
-from .params import (
-    N_CLASSES,
-    TKV1Params,
-    check_header,
-    lane_width,
-    means_fit,
-    read_varints,
-    unit_fits,
-    varint,
-)
+from ..stream_header import check_step
+from ..varints import read_varints, varint
+from .params import MAX_SINK_DIV, N_CLASSES, TKV1Params, check_lane_width, lane_width
 
 MAGIC = b"TKV1"
 # A run of equal values codes to no bytes at all: nothing but these bounds stops a short file from
@@ -79,7 +73,7 @@ class TkvParams:
             raise InvalidArgument(
                 f"TKV1: block_tokens {self.block_tokens} is not 1 to {MAX_BLOCK_TOKENS}"
             )
-        if not 0 <= self.sink < 1 << 63 or not 1 <= self.sink_div < 1 << 24:
+        if not 0 <= self.sink < 1 << 63 or not 1 <= self.sink_div <= MAX_SINK_DIV:
             raise InvalidArgument(f"TKV1: sink {self.sink}, sink_div {self.sink_div} out of range")
         if self.layout == "lane":
             if self.kind == "k" and self.pre_rope:
@@ -154,17 +148,18 @@ def unpack_header(view: memoryview) -> tuple[TkvParams, int, ChannelStatistics, 
     flags = view[4]
     if flags & _RESERVED or (flags & _LANE_WIDTH and not flags & _LANE):
         raise Unsupported(f"TKV1 header: flags {flags:#04x}; upgrade to read it")
-    (heads, head_dim), at = read_varints(view, 5, 2)
+    (heads, head_dim), at = read_varints(view, 5, 2, "TKV1 header")
     if view.nbytes < at + 16:
         raise Truncated(f"TKV1 header ends after {view.nbytes} bytes")
     theta, step = struct.unpack_from("<dd", view, at)
-    (sink, sink_div, block, n_tokens), at = read_varints(view, at + 16, 4)
+    (sink, sink_div, block, n_tokens), at = read_varints(view, at + 16, 4, "TKV1 header")
     lane_channels = 0
     if flags & _LANE_WIDTH:
-        (lane_channels,), at = read_varints(view, at, 1)
+        (lane_channels,), at = read_varints(view, at, 1, "TKV1 header")
     if block == 0 or heads == 0 or head_dim % 2 or head_dim == 0:
         raise Corrupt(f"TKV1 header: {heads} heads of {head_dim}, {block} tokens a block")
-    check_header(step, sink_div, head_dim, lane_channels)
+    check_step(step, sink_div, MAX_SINK_DIV, "TKV1 header")
+    check_lane_width(lane_channels, head_dim, "TKV1 header")
     try:
         params = TkvParams(
             kind="v" if flags & _V else "k",
@@ -201,8 +196,8 @@ def lane_params(p: TkvParams, statistics: ChannelStatistics) -> TKV1Params:
         p.sink,
         p.sink_div,
         p.ar,
-        lane_width(p.head_dim, p.lane_channels),
         mean.astype(np.int32),
         rho,
         cls,
+        lane_width(p.head_dim, p.lane_channels),
     )
