@@ -3,12 +3,11 @@
 #pragma once
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 
-#include "half.hpp"
 #include "lane.hpp"
 #include "lanes_avx512.hpp"
+#include "rows.hpp"
 #include "threads.hpp"
 
 namespace kv {
@@ -41,22 +40,6 @@ static_assert(sizeof(Lane) == 104, "plan.LANE_DTYPE");
 struct Payload {
   const kv_u8* bytes;
   kv_u64 n_bytes;
-};
-
-enum OutputType : kv_u32 { kFloat32 = 0, kFloat16 = 1, kBfloat16 = 2 };
-
-// A view [heads][rows][channels] of the caller's memory; strides in elements, the last is 1.
-struct Output {
-  void* data;
-  kv_u64 heads, rows, channels;
-  kv_i64 head_stride, row_stride;
-  OutputType type;
-};
-
-struct RopeTable {
-  const float* cos;  // [rows][pairs]
-  const float* sin;
-  kv_u64 rows, pairs;
 };
 
 struct PlanTables {
@@ -106,76 +89,19 @@ inline const char* lane_fault(const PlanTables& p, const Lane& l) {
 
 inline const kv_u8* lane_bytes(const PlanTables& p, const Lane& l) { return p.payloads[l.payload].bytes + l.offset; }
 
-// Where the rows of one lane go: rotation, narrowing, channel order.
-class RowWriter {
- public:
-  RowWriter() = default;
-  RowWriter(const PlanTables& p, const Lane& lane, bool wide)
-      : lane_(&lane),
-        out_(&p.outputs[lane.output]),
-        rope_(lane.rope < 0 ? nullptr : &p.ropes[lane.rope]),
-        channels_(p.channels + lane.channels),
-        wide_(wide) {
-    for (kv_u32 c = 0; c < lane.width; ++c) contiguous_ &= channels_[c].output == channels_[0].output + c;
-  }
-
-  bool overflow() const { return overflow_; }
-
-  // `row` (width values in data units) of the lane's token `t`; rotated in place.
-  void write(kv_u32 t, float* row) {
-    const kv_u32 written = t - lane_->skip;
-    if (rope_ != nullptr) rotate(written, row);
-    const kv_i64 at = (kv_i64)lane_->head * out_->head_stride + (kv_i64)(lane_->row + written) * out_->row_stride;
-    if (out_->type == kFloat32) {
-      store((float*)out_->data + at, row, [](float x) { return x; });
-    } else if (out_->type == kFloat16) {
-      kv_u16* target = (kv_u16*)out_->data + at;
 #if KV_HAS_WIDE
-      if (wide_ && contiguous_) {
-        overflow_ |= row_to_float16(row, lane_->width, target + channels_[0].output);
-        return;
-      }
-#endif
-      store(target, row, [this](float x) { return to_float16(x, overflow_); });
-    } else {
-      store((kv_u16*)out_->data + at, row, [this](float x) { return to_bfloat16(x, overflow_); });
-    }
-  }
-
- private:
-  void rotate(kv_u32 written, float* row) {
-    const kv_u32 half = lane_->width / 2;
-    const kv_u64 entry = (lane_->rope_row + (kv_u64)written) * rope_->pairs + lane_->first_pair;
-    const float* cos = rope_->cos + entry;
-    const float* sin = rope_->sin + entry;
-    for (kv_u32 i = 0; i < lane_->n_pairs; ++i) {
-      const float a = row[i], b = row[half + i];
-      row[i] = a * cos[i] - b * sin[i];
-      row[half + i] = b * cos[i] + a * sin[i];
-    }
-    // Before the rotation every value is finite; sums beyond float32 are the one way to leave that.
-    for (kv_u32 c = 0; c < lane_->width; ++c) overflow_ |= !(std::fabs(row[c]) <= 3.402823466e+38f);
-  }
-
-  template <class T, class Convert>
-  void store(T* target, const float* row, Convert convert) const {
-    const kv_u32 width = lane_->width;
-    if (contiguous_) {
-      target += channels_[0].output;
-      for (kv_u32 c = 0; c < width; ++c) target[c] = convert(row[c]);
-    } else {
-      for (kv_u32 c = 0; c < width; ++c) target[channels_[c].output] = convert(row[c]);
-    }
-  }
-
-  const Lane* lane_ = nullptr;
-  const Output* out_ = nullptr;
-  const RopeTable* rope_ = nullptr;
-  const Channel* channels_ = nullptr;
-  bool wide_ = false;
-  bool contiguous_ = true;
-  bool overflow_ = false;
+struct WideNarrow {
+  static bool float16(const float* row, kv_u32 n, kv_u16* out) { return row_to_float16(row, n, out); }
 };
+#endif
+
+inline RowPlace place_of(const PlanTables& p, const Lane& lane) {
+  return {&p.outputs[lane.output],
+          lane.rope < 0 ? nullptr : &p.ropes[lane.rope],
+          &p.channels[lane.channels].output,
+          sizeof(Channel) / sizeof(kv_u32),
+          lane.width, lane.head, lane.row, lane.rope_row, lane.first_pair, lane.n_pairs};
+}
 
 // Memory of one thread, grown to the widest lane.
 struct Scratch {
@@ -204,13 +130,13 @@ inline Status run_lane(const PlanTables& p, const Lane& lane, Scratch& s) {
   decoder.sink_div = lane.sink_div;
   decoder.sink = lane.sink;
   decoder.start(lane_bytes(p, lane), lane.n_bytes);
-  RowWriter writer(p, lane, false);
+  RowWriter<PlainNarrow> writer(place_of(p, lane));
   for (kv_u32 t = 0; t < lane.n_tokens; ++t) {
     const Status status = decoder.row(lane.first_token + t, s.values.data());
     if (status != kOk) return status;
     if (t < lane.skip) continue;
     for (kv_u32 c = 0; c < lane.width; ++c) s.row[c] = (float)s.values[c] * lane.unit;
-    writer.write(t, s.row.data());
+    writer.write(t - lane.skip, s.row.data());
   }
   return writer.overflow() ? kOverflow : kOk;
 }
@@ -218,7 +144,7 @@ inline Status run_lane(const PlanTables& p, const Lane& lane, Scratch& s) {
 #if KV_HAS_WIDE
 // Up to sixteen lanes of one width and sink_div.
 inline void run_wide(const PlanTables& p, const Lane* lanes, kv_u32 n, kv_u8* status, Scratch& s) {
-  RowWriter writers[kWide];
+  RowWriter<WideNarrow> writers[kWide];
   kv_u32 n_tokens = 0, bad_residual = 0, bad_value = 0;
   s.row.resize(lanes[0].width);
   s.wide.start(lanes[0].width, lanes[0].sink_div);
@@ -226,7 +152,7 @@ inline void run_wide(const PlanTables& p, const Lane* lanes, kv_u32 n, kv_u8* st
     const Lane& lane = lanes[i];
     s.wide.add(i, lane_bytes(p, lane), lane.n_bytes, p.channels + lane.channels, p.classes + lane.classes,
                lane.first_token, lane.sink);
-    writers[i] = RowWriter(p, lane, true);
+    writers[i] = RowWriter<WideNarrow>(place_of(p, lane));
     n_tokens = std::max(n_tokens, lane.n_tokens);
   }
   s.wide.begin(p.prior);
@@ -239,7 +165,7 @@ inline void run_wide(const PlanTables& p, const Lane* lanes, kv_u32 n, kv_u8* st
     for (kv_u32 i = 0; i < n; ++i) {
       if (!(active >> i & 1) || t < lanes[i].skip) continue;
       s.wide.take(i, lanes[i].unit, s.row.data());
-      writers[i].write(t, s.row.data());
+      writers[i].write(t - lanes[i].skip, s.row.data());
     }
   }
   for (kv_u32 i = 0; i < n; ++i)

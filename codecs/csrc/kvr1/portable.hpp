@@ -1,0 +1,90 @@
+// The 32 states in plain loops that compilers vectorise for whatever CPU they build for. The readable one of the three.
+#pragma once
+
+#include "rans.hpp"
+
+namespace kv::kvr1::portable {
+
+#define KV_LEVEL inline __attribute__((always_inline))
+
+struct Residuals {
+  kv_i32 v[kStates];
+};
+
+struct States {
+  kv_u32 x[kStates];
+
+  void load(const kv_u32* from) { std::memcpy(x, from, sizeof x); }
+  void store(kv_u32* to) const { std::memcpy(to, x, sizeof x); }
+
+  // Every state below 2^16 takes the next word, in lane order.
+  KV_LEVEL void renormalise(kv_u32 lanes, const kv_u8*& next) {
+    const kv_u8* at = next;
+    for (kv_u32 i = 0; i < lanes; ++i) {
+      const kv_u32 low = x[i] < kLeastState;
+      const kv_u32 filled = x[i] << 16 | load_word(at);
+      x[i] = low ? filled : x[i];
+      at += 2 * low;
+    }
+    next = at;
+  }
+
+  template <bool kRenormalise>
+  KV_LEVEL Residuals symbols(kv_u32 lanes, const kv_u32* slots, const kv_i32* tables, const kv_u8*& next) {
+    Residuals q;
+    for (kv_u32 i = 0; i < lanes; ++i) {
+      const kv_u32 slot = slots[(kv_u32)tables[i] + (x[i] & (kSlots - 1))];
+      x[i] = slot_frequency(slot) * (x[i] >> kSlotBits) + slot_offset(slot);
+      q.v[i] = slot_value(slot);
+    }
+    if (kRenormalise) renormalise(lanes, next);
+    return q;
+  }
+
+  template <bool kRenormalise>
+  KV_LEVEL void low_bits(kv_u32 lanes, const kv_i32* shifts, Residuals& q, const kv_u8*& next) {
+    for (kv_u32 i = 0; i < lanes; ++i) {
+      const kv_u32 shift = (kv_u32)shifts[i];
+      q.v[i] = (kv_i32)((kv_u32)q.v[i] << shift | (x[i] & ((1u << shift) - 1)));
+      x[i] >>= shift;
+    }
+    if (kRenormalise) renormalise(lanes, next);
+  }
+};
+
+// Lanes that hold the escape.
+KV_LEVEL kv_u32 escapes(const Residuals& q, kv_u32 lanes) {
+  kv_u32 mask = 0;
+  kv_u32 any = 0;
+  for (kv_u32 i = 0; i < lanes; ++i) any |= (kv_u32)(q.v[i] == kEscape);
+  if (KV_UNLIKELY(any))
+    for (kv_u32 i = 0; i < lanes; ++i) mask |= (kv_u32)(q.v[i] == kEscape) << i;
+  return mask;
+}
+
+KV_LEVEL void store(const Residuals& q, kv_i32* to) { std::memcpy(to, q.v, sizeof q.v); }
+KV_LEVEL Residuals load(const kv_i32* from) {
+  Residuals q;
+  std::memcpy(q.v, from, sizeof q.v);
+  return q;
+}
+
+// Largest magnitude of the values of a row.
+struct Magnitude {
+  kv_u32 any = 0;  // of all bits: 2^24 is a power of two
+  KV_LEVEL bool reaches_limit() const { return any >= (kv_u32)kValueLimit; }
+};
+
+KV_LEVEL void reconstruct(kv_u32 lanes, const Residuals& q, const kv_i32* mean, const kv_i32* rho, kv_i32 scale,
+                          kv_i32* previous, Magnitude& magnitude) {
+  kv_u32 any = 0;
+  for (kv_u32 i = 0; i < lanes; ++i) {
+    const kv_i32 value = mean[i] + ((rho[i] * (previous[i] - mean[i])) >> 4) + q.v[i] * scale;
+    any |= (kv_u32)(value < 0 ? -value : value);
+    previous[i] = value;
+  }
+  magnitude.any |= any;
+}
+
+#undef KV_LEVEL
+}  // namespace kv::kvr1::portable

@@ -1,0 +1,133 @@
+// KVR1: classes, frequency tables, the words of a payload, and the arithmetic of one rANS state. FORMAT.md, KVR1.
+//
+// The coder knows components and residuals only: not heads, channels or tokens, nor what a residual is predicted from.
+#pragma once
+
+#include <cstring>
+
+#include "../lane.hpp"
+
+namespace kv::kvr1 {
+
+constexpr kv_u32 kStates = 32;         // interleaved rANS states of a block: two AVX-512 vectors, one GPU warp
+constexpr kv_u32 kTables = 36;
+constexpr kv_u32 kSymbols = 64;        // 0 is the escape, s stands for s - kZeroSymbol
+constexpr kv_i32 kZeroSymbol = 32;
+constexpr kv_i32 kEscape = -kZeroSymbol;
+constexpr kv_u32 kSlotBits = 11;
+constexpr kv_u32 kSlots = 1u << kSlotBits;
+constexpr kv_u32 kSpreadClasses = 88;
+constexpr kv_u32 kLowBitsFrom = 24;    // classes from here on leave low bits to the state
+constexpr kv_u32 kLastShiftTables = 32;
+constexpr kv_u32 kMaxSinkDiv = 512;    // a table's symbol times scale then stays below 2^30
+constexpr kv_u32 kLeastState = 1u << 16;
+constexpr kv_u64 kMaxDistance = 1ull << 30;  // |residual * scale|, so that a prediction plus it fits 32 bits
+constexpr kv_u64 kHeadBytes = 1 + 4 * kStates;  // of a payload, before the words
+constexpr kv_u32 kStepWords = 2 * kStates;   // that one step may read, escapes apart
+
+KV_HD kv_u32 shift_of(kv_u32 cls) { return cls < kLowBitsFrom ? 0 : (cls - kLowBitsFrom + 4) >> 2; }
+KV_HD kv_u32 table_of(kv_u32 cls) { return cls < kTables ? cls : kLastShiftTables + (cls & 3); }
+KV_HD kv_u32 sink_class(kv_u32 cls, kv_u32 sink_classes) {
+  return cls + sink_classes < kSpreadClasses ? cls + sink_classes : kSpreadClasses - 1;
+}
+
+// What a slot of a table means, in one word: value in bits 26 to 31 (signed), slot - start in 11 to 21, frequency in 0
+// to 10.
+KV_HD kv_u32 slot_frequency(kv_u32 slot) { return slot & (kSlots - 1); }
+KV_HD kv_u32 slot_offset(kv_u32 slot) { return slot >> kSlotBits & (kSlots - 1); }
+KV_HD kv_i32 slot_value(kv_u32 slot) { return (kv_i32)slot >> 26; }
+
+// The frozen frequencies as decoders and encoders look them up.
+struct Tables {
+  alignas(64) kv_u32 slots[kTables * kSlots];
+  alignas(64) kv_u32 symbols[kTables * kSymbols];  // frequency | start << 16
+  alignas(64) float inverse[kTables * kSymbols];   // 1 / frequency, a little less; 0 for frequency 0
+
+  // Frequencies [kTables][kSymbols], each row 2048 in all, no symbol alone, escapes possible. False: they are not.
+  bool build(const kv_u16* frequencies) {
+    for (kv_u32 t = 0; t < kTables; ++t, frequencies += kSymbols) {
+      kv_u32 start = 0;
+      if (frequencies[0] == 0) return false;
+      for (kv_u32 s = 0; s < kSymbols; ++s) {
+        const kv_u32 f = frequencies[s];
+        if (f >= kSlots || f > kSlots - start) return false;
+        symbols[t * kSymbols + s] = f | start << 16;
+        // So that x * inverse, x < 2^21 f, is never above the quotient and less than one below it.
+        inverse[t * kSymbols + s] = f == 0 ? 0.0f : (float)(1.0 / f * (1.0 - 1.5 / (1 << 23)));
+        for (kv_u32 i = 0; i < f; ++i)
+          slots[t * kSlots + start + i] = ((kv_u32)(s - kZeroSymbol) << 26) | i << kSlotBits | f;
+        start += f;
+      }
+      if (start != kSlots) return false;
+    }
+    return true;
+  }
+};
+
+inline kv_u32 load_word(const kv_u8* at) {
+  kv_u16 word;
+  std::memcpy(&word, at, 2);
+  return word;
+}
+
+// The words of a payload as a decoder reads them. Steps read without looking as long as `next` is not past `safe`;
+// near the end reading goes on in a copy with zeros behind it, so that no byte outside the payload is touched. There
+// `safe` is the end itself: past it, more was read than there is.
+class Words {
+ public:
+  const kv_u8* next = nullptr;
+  const kv_u8* safe = nullptr;
+
+  void start(const kv_u8* bytes, kv_u64 n_bytes) {
+    next = bytes;
+    end_ = bytes + n_bytes;
+    staged_ = false;
+    if (n_bytes < kRoom)
+      stage();
+    else
+      safe = end_ - kRoom;
+  }
+
+  // To be called when next > safe. False: more was read than there is.
+  bool go_on() { return !staged_ && stage(); }
+
+  bool word(kv_u32& value) {
+    if (end_ - next < 2) return false;
+    value = load_word(next);
+    next += 2;
+    return true;
+  }
+
+  bool at_end() const { return next == end_; }
+
+ private:
+  // Bytes a step may touch: its words, and the vector loads that begin at the last of them.
+  static constexpr kv_u64 kRoom = 2 * (kStepWords + kStates);
+
+  bool stage() {
+    if (next > end_) return false;
+    const kv_u64 left = (kv_u64)(end_ - next);
+    std::memset(tail_, 0, sizeof tail_);
+    std::memcpy(tail_, next, left);
+    next = tail_;
+    safe = end_ = tail_ + left;
+    staged_ = true;
+    return true;
+  }
+
+  const kv_u8* end_ = nullptr;
+  bool staged_ = false;
+  kv_u8 tail_[2 * kRoom];
+};
+
+// An escaped value: a word of 15 bits, and if its highest bit is set a second one. False: the words have ended.
+inline bool read_escape(Words& words, kv_i32& value) {
+  kv_u32 low, high = 0;
+  if (!words.word(low)) return false;
+  if ((low & 0x8000) && !words.word(high)) return false;
+  const kv_u32 z = (low & 0x7FFF) | high << 15;
+  value = (kv_i32)(z >> 1) ^ -(kv_i32)(z & 1);
+  return true;
+}
+
+}  // namespace kv::kvr1
