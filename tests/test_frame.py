@@ -283,7 +283,7 @@ def test_records_of_another_kind_or_time_are_refused():
 
 
 def test_worked_example_of_the_format_document():
-    frame, stream_header, _ = dumps()
+    frame, stream_header, *_ = dumps()
     header, payload = open_frame(frame)
     assert payload == b"\0"
     assert (header.codec, header.kind, header.layer) == (1, "k", 5)

@@ -77,7 +77,7 @@ class Columns:
 
 @dataclass(frozen=True)
 class Statistics:
-    """What a stream header holds, per column; FORMAT.md sections 3.2 and 9.2."""
+    """What a stream header holds, per column; FORMAT.md sections 3.2 and 9.1."""
 
     unit: F64
     mu: I64
