@@ -1,6 +1,6 @@
 """The container of the numcodecs classes: a head, then frames or a TKV1 file.
 
-FORMAT.md section 8. What is inside the frames is the codec's business.
+FORMAT.md section 8. What is inside the frames is the codec's business, as is the file.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ._core import find_beyond
+from .codec import codec_by_name, codec_for
 from .errors import Corrupt, InvalidArgument, Truncated, Unsupported
 from .frame import (
     HEADER_BYTES,
@@ -21,16 +22,21 @@ from .frame import (
     header_tag,
     open_frame,
     open_record,
+    pack_frame,
+    seal_record,
 )
-from .spec import F32, Kind, StreamSpec, describe_value
-from .tkv1.tkvheader import MAX_BLOCK_TOKENS, MAX_VALUES
+from .plan import Plan
+from .quantiser import QuantiserConfig, QuantiserParams
+from .spec import F32, MAX_BLOCK_TOKENS, MAX_VALUES, Kind, StreamSpec, describe_value
 
-Layout: TypeAlias = Literal["lane", "stream"]
+Layout: TypeAlias = Literal["lane", "stream", "kvr1"]
 
 MAGIC: Final = b"KVC1"
 FILE_MAGIC: Final = b"KVCT"
 
-LAYOUTS: Final[tuple[Layout, ...]] = ("lane", "stream")
+LAYOUTS: Final[tuple[Layout, ...]] = ("lane", "stream", "kvr1")
+#: Codecs of the layouts that are made of frames.
+BLOCK_CODECS: Final[dict[Layout, str]] = {"lane": "tkv1", "kvr1": "kvr1"}
 KINDS: Final[tuple[Kind, ...]] = ("k", "v")
 DTYPES: Final[tuple[np.dtype[Any], ...]] = (
     np.dtype(np.float32),
@@ -129,16 +135,49 @@ def next_record(magic: bytes, data: memoryview) -> tuple[memoryview, memoryview]
     return open_record(magic, data[:size], "container"), data[size:]
 
 
-def read_frames(
-    head: Head, codec: int, stream_header: memoryview, data: memoryview
-) -> list[memoryview]:
-    """Check every frame of a container and return the payloads, views into `data`.
+def encode_blocks(head: Head, config: QuantiserConfig, y: F32) -> bytes:
+    """Return the container of `y`, ``(heads, n_tokens, head_dim)``, in a layout of frames.
+
+    Raises
+    ------
+    InvalidArgument
+        Values that the step cannot code, or that may leave the range of their dtype.
+    """
+    codec = codec_for(config)
+    params: QuantiserParams = codec.fit(config, head.spec(), lambda: [y])
+    codec.check(params, y, 0)
+    check_overflow(y, head.dtype, params.step / 2)
+    stream_header = codec.pack(params)
+    tag = header_tag(stream_header)
+    parts = [seal_record(MAGIC, head.pack() + stream_header)]
+    for block in range(head.n_blocks):
+        first, n = head.span(block)
+        encoder = codec.encoder(params, first)
+        encoder.push(y[:, first : first + n])
+        frame = pack_frame(
+            codec=codec.number,
+            kind=head.kind,
+            owner=0,
+            layer=0,
+            first_token=first,
+            n_tokens=n,
+            header_tag=tag,
+            error=encoder.error,
+            payload=encoder.payload(),
+        )
+        parts.append(frame)
+    return b"".join(parts)
+
+
+def read_blocks(head: Head, stream_header: memoryview, data: memoryview) -> list[memoryview]:
+    """Check the frames that follow the first record and return their payloads, views of `data`.
 
     Raises
     ------
     Truncated, Corrupt, Unsupported
         A frame is damaged, missing, too many, or of another stream.
     """
+    codec = codec_by_name(BLOCK_CODECS[head.layout]).number
     tag = header_tag(stream_header)
     payloads = []
     # Frames are opened one by one, so the bytes at hand bound what the head may claim.
@@ -159,6 +198,37 @@ def read_frames(
     if data.nbytes:
         raise Corrupt(f"container: {data.nbytes} bytes after the last block")
     return payloads
+
+
+def decode_blocks(
+    head: Head, stream_header: memoryview, payloads: list[memoryview], out: npt.NDArray[Any]
+) -> None:
+    """Decode blocks into `out`, ``(heads, n_tokens, head_dim)``.
+
+    Raises
+    ------
+    Truncated, Corrupt, Unsupported
+        They are not what was written; `out` is then undefined.
+    InvalidArgument
+        A value overflows the dtype of `out`.
+    """
+    codec = codec_by_name(BLOCK_CODECS[head.layout])
+    params = codec.unpack(head.spec(), stream_header)
+    plan = Plan()
+    for block, payload in enumerate(payloads):
+        first, n = head.span(block)
+        plan.add(
+            codec,
+            params,
+            payload,
+            first_token=first,
+            n_tokens=n,
+            start=first,
+            stop=first + n,
+            out=out[:, first : first + n],
+            where=f"block {block}",
+        )
+    plan.run()
 
 
 def check_finite(y: F32, spec: StreamSpec) -> None:

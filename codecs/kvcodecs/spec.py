@@ -29,6 +29,10 @@ FLOAT_DTYPES: dict[str, np.dtype[Any]] = {
 MAX_HEADS = 1 << 16
 MAX_HEAD_DIM = 1 << 16
 MAX_CHANNELS = 1 << 20
+# A run of equal values may code to no bytes at all: nothing but these two stops a short file from
+# asking for any amount of memory.
+MAX_BLOCK_TOKENS = 1 << 20
+MAX_VALUES = 1 << 34
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,16 +13,12 @@ import numpy.typing as npt
 from .. import _core
 from ..errors import Corrupt, InvalidArgument, Truncated, Unsupported
 from ..quantiser import means_fit, unit_fits
-from ..spec import Kind, StreamSpec
+from ..spec import MAX_BLOCK_TOKENS, MAX_VALUES, Kind, StreamSpec
 from ..stream_header import check_step
 from ..varints import read_varints, varint
 from .params import MAX_SINK_DIV, N_CLASSES, TKV1Params, check_lane_width, lane_width
 
 MAGIC = b"TKV1"
-# A run of equal values codes to no bytes at all: nothing but these bounds stops a short file from
-# asking for any amount of memory.
-MAX_BLOCK_TOKENS = 1 << 20
-MAX_VALUES = 1 << 34
 Layout = Literal["lane", "stream"]
 _V, _PRE_ROPE, _AR, _LANE, _LANE_WIDTH, _RESERVED = 1, 2, 4, 8, 16, 0xE0
 
