@@ -6,9 +6,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 from kvcodecs import _core
+from kvcodecs.blocks import BLOCK_DTYPE, STREAM_DTYPE
 from kvcodecs.codec import codec_for
 from kvcodecs.errors import Corrupt, InvalidArgument, Truncated
-from kvcodecs.plan import CHANNEL_DTYPE, LANE_DTYPE, Plan
+from kvcodecs.lanes import CHANNEL_DTYPE, LANE_DTYPE
+from kvcodecs.plan import Plan
 from kvcodecs.raw import Raw
 from kvcodecs.rope import Rope, from_coded, to_coded
 from kvcodecs.spec import StreamSpec
@@ -81,6 +83,8 @@ def config(request):
 def test_structs_match_the_core():
     assert LANE_DTYPE.itemsize == _core.LANE_BYTES
     assert CHANNEL_DTYPE.itemsize == _core.CHANNEL_BYTES
+    assert BLOCK_DTYPE.itemsize == _core.BLOCK_BYTES
+    assert STREAM_DTYPE.itemsize == _core.STREAM_BYTES
 
 
 @pytest.mark.parametrize(
@@ -129,10 +133,10 @@ def test_many_streams_in_one_plan_on_any_number_of_threads(config):
 def test_sixteen_lanes_at_once_decode_like_one(monkeypatch, dtype):
     if not _core.WIDE:
         pytest.xfail("this CPU has no AVX-512")
-    run = _core.run_plan
+    run = _core.run_lanes
     streams = [Stream(StreamSpec("v", 7, 24), 200, TKV1(), block=64, seed=s) for s in range(3)]
     wide = [s.decode(5, 190, dtype) for s in streams]
-    monkeypatch.setattr(_core, "run_plan", lambda *a: run(*a, wide=False))
+    monkeypatch.setattr(_core, "run_lanes", lambda *a: run(*a, wide=False))
     for stream, expected in zip(streams, wide, strict=True):
         np.testing.assert_array_equal(bits(stream.decode(5, 190, dtype)), bits(expected))
 
@@ -156,7 +160,7 @@ def test_sixteen_lanes_at_once_fail_like_one(monkeypatch):
     """Damaged lanes among sound ones: the same values or the same error, lane by lane."""
     if not _core.WIDE:
         pytest.xfail("this CPU has no AVX-512")
-    run, seen = _core.run_plan, set()
+    run, seen = _core.run_lanes, set()
     rng = np.random.default_rng(5)
     stream = Stream(StreamSpec("v", 16, 8), 64, TKV1(), block=64)
     mean = stream.params.mean.copy()
@@ -176,7 +180,7 @@ def test_sixteen_lanes_at_once_fail_like_one(monkeypatch):
                 statuses.append(run(*args, wide=wide))
                 return np.zeros_like(statuses[0])
 
-            monkeypatch.setattr(_core, "run_plan", call)
+            monkeypatch.setattr(_core, "run_lanes", call)
             out = np.zeros((16, 64, 8), np.float32)
             where = {"first_token": 0, "n_tokens": 64, "start": 0, "stop": 64}
             plan = Plan()
@@ -284,7 +288,7 @@ def test_no_table_reads_outside_its_buffers():
     out = np.zeros((2, 32, 16), np.float32)
     plan = Plan()
     stream.add(plan, 0, 32, out, ROPES["half"].table(0, 32))
-    lanes = np.concatenate(plan._lanes)
+    lanes = np.concatenate(plan._lanes.rows)
     tables = stream.params.lane_tables
     rng = np.random.default_rng(0)
     refused = 0
@@ -296,15 +300,12 @@ def test_no_table_reads_outside_its_buffers():
             if name == "n_tokens" and value > 1 << 20:
                 continue  # allowed by the table, bounded by the output rows
             try:
-                _core.run_plan(
+                _core.run_lanes(
                     prior_table(),
                     changed,
                     tables.channels,
                     tables.classes,
-                    plan._payloads,
-                    [out],
-                    [0],
-                    plan._ropes,
+                    *plan._targets.arguments(),
                     2,
                 )
             except InvalidArgument as error:

@@ -12,6 +12,8 @@
 #include "cursor.hpp"
 #include "encoder.hpp"
 #include "executor.hpp"
+#include "kvr1/encoder.hpp"
+#include "kvr1/executor.hpp"
 #include "quantiser.hpp"
 #include "statistics.hpp"
 #include "stream_layout.hpp"
@@ -146,10 +148,10 @@ void check_prior(const Array1<kv_u32>& prior) {
   if (!fine) invalid("prior table: a model outside [64, 65472]");
 }
 
-void check_channels(size_t n, const Array1<kv_u8>& rho, const Array1<kv_u8>& cls) {
+void check_channels(size_t n, const Array1<kv_u8>& rho, const Array1<kv_u8>& cls, kv_u32 n_classes = kv::kClasses) {
   if (rho.shape(0) != n || cls.shape(0) != n) invalid("statistics: one entry per channel expected");
   for (size_t i = 0; i < n; ++i)
-    if (rho.data()[i] > 15 || cls.data()[i] >= kv::kClasses) invalid("statistics: rho or class out of range");
+    if (rho.data()[i] > 15 || cls.data()[i] >= n_classes) invalid("statistics: rho or class out of range");
 }
 
 kv::BlockEncoder new_block_encoder(const Array1<kv_u32>& prior, kv_u32 heads, kv_u32 head_dim, kv_u32 width,
@@ -168,7 +170,8 @@ kv::BlockEncoder new_block_encoder(const Array1<kv_u32>& prior, kv_u32 heads, kv
   return kv::BlockEncoder(geometry, mean.data(), rho.data(), cls.data(), prior.data());
 }
 
-void push(kv::BlockEncoder& encoder, const Array3<float>& x, unsigned n_threads) {
+template <class Encoder>
+void push(Encoder& encoder, const Array3<float>& x, unsigned n_threads) {
   const auto& g = encoder.geometry();
   if (x.shape(0) != g.heads || x.shape(2) != g.head_dim) invalid("block encoder: [heads][tokens][head_dim] expected");
   bool ok;
@@ -177,6 +180,59 @@ void push(kv::BlockEncoder& encoder, const Array3<float>& x, unsigned n_threads)
     ok = encoder.push(x.data(), x.shape(1), n_threads);
   }
   if (!ok) invalid("a value or residual is beyond 2^24 units: the step is too small");
+}
+
+// ---------------------------------------------------------------- KVR1
+
+void build_tables(kv::kvr1::Tables* tables, const Array2<kv_u16>& frequencies) {
+  if (frequencies.shape(0) != kv::kvr1::kTables || frequencies.shape(1) != kv::kvr1::kSymbols)
+    invalid("frequency tables: 36 rows of 64 expected");
+  new (tables) kv::kvr1::Tables;
+  if (!tables->build(frequencies.data()))
+    invalid("frequency tables: rows of sum 2048 with an escape and no symbol alone expected");
+}
+
+kv::kvr1::BlockEncoder kvr1_encoder(const kv::kvr1::Tables& tables, kv_u32 heads, kv_u32 head_dim, float unit,
+                                    kv_u64 sink, kv_u32 sink_div, kv_u32 sink_classes, kv_u64 first_token,
+                                    const Array1<kv_i32>& mean, const Array1<kv_u8>& rho, const Array1<kv_u8>& cls) {
+  if (heads == 0 || head_dim == 0) invalid("no channels");
+  if (sink_div == 0 || sink_div > kv::kvr1::kMaxSinkDiv) invalid("sink_div: 1 to 512");
+  if (sink_classes >= kv::kvr1::kSpreadClasses) invalid("sink_classes");
+  if (!(unit > 0) || !std::isfinite(unit)) invalid("unit: positive and finite");
+  const size_t n = (size_t)heads * head_dim;
+  if (n > kMaxChannels || mean.shape(0) != n) invalid("statistics: one entry per channel expected");
+  check_channels(n, rho, cls, kv::kvr1::kSpreadClasses);
+  for (size_t i = 0; i < n; ++i)
+    if (std::abs((kv_i64)mean.data()[i]) >= kv::kValueLimit) invalid("mean out of range");
+  const kv::kvr1::BlockEncoder::Geometry geometry{heads, head_dim, (double)unit, sink, sink_div, sink_classes,
+                                                  first_token};
+  return kv::kvr1::BlockEncoder(geometry, mean.data(), rho.data(), cls.data(), tables);
+}
+
+// What both encoders offer.
+template <class Encoder>
+void bind_encoder(nb::module_& m, const char* name) {
+  nb::class_<Encoder>(m, name)
+      .def("push", &push<Encoder>, "x"_a, "n_threads"_a = 1)
+      .def("payload",
+           [](const Encoder& e) {
+             std::vector<kv_u8> bytes;
+             {
+               nb::gil_scoped_release release;
+               bytes = e.payload();
+             }
+             return to_bytes(bytes);
+           })
+      .def_prop_ro("n_tokens", &Encoder::n_tokens)
+      .def_prop_rw(
+          "error",
+          [](const Encoder& e) {
+            const kv::ErrorSums sums = e.error();
+            return nb::make_tuple(sums.max_error, sums.sum_squares, sums.n_values);
+          },
+          [](Encoder& e, const std::tuple<double, double, kv_u64>& sums) {
+            e.set_error({std::get<0>(sums), std::get<1>(sums), std::get<2>(sums)});
+          });
 }
 
 // ---------------------------------------------------------------- stream layout
@@ -241,33 +297,53 @@ kv::Output output_of(const nb::ndarray<nb::numpy, nb::ndim<3>, nb::device::cpu>&
           (kv::OutputType)type};
 }
 
+// The Python objects that a plan refers to, held while it runs.
+struct PlanObjects {
+  std::vector<Buffer> payloads;
+  std::vector<nb::ndarray<nb::numpy, nb::ndim<3>, nb::device::cpu>> outputs;
+  std::vector<Array2<float>> ropes;
+
+  template <class Tables>
+  void hold(Tables& tables, nb::sequence payload_list, nb::sequence output_list, nb::sequence types,
+            nb::sequence rope_list) {
+    for (nb::handle payload : payload_list) {
+      payloads.emplace_back(payload);
+      tables.payloads.push_back({payloads.back().bytes(), payloads.back().size()});
+    }
+    for (size_t i = 0, n = nb::len(output_list); i < n; ++i) {
+      outputs.push_back(nb::cast<nb::ndarray<nb::numpy, nb::ndim<3>, nb::device::cpu>>(output_list[i]));
+      tables.outputs.push_back(output_of(outputs.back(), nb::cast<kv_u32>(types[i])));
+    }
+    for (nb::handle pair : rope_list) {
+      auto cos = nb::cast<Array2<float>>(pair[0]), sin = nb::cast<Array2<float>>(pair[1]);
+      if (cos.shape(0) != sin.shape(0) || cos.shape(1) != sin.shape(1)) invalid("RoPE table: cos and sin differ");
+      tables.ropes.push_back({cos.data(), sin.data(), cos.shape(0), cos.shape(1)});
+      ropes.push_back(std::move(cos));
+      ropes.push_back(std::move(sin));
+    }
+  }
+};
+
+// Rows of a structured array.
+template <class T>
+std::pair<const T*, kv_u64> rows_of(const Buffer& buffer) {
+  return {(const T*)buffer.bytes(), buffer.size() / sizeof(T)};
+}
+
 // lanes: bytes of LANE_DTYPE rows, channels: bytes of CHANNEL_DTYPE rows. Returns one status a lane.
-Result<kv_u8> run_plan(const Array1<kv_u32>& prior, nb::handle lane_rows, nb::handle channel_rows,
-                       const Array1<kv_u8>& classes, nb::sequence payloads, nb::sequence outputs, nb::sequence types,
-                       nb::sequence ropes, unsigned n_threads, bool wide) {
+Result<kv_u8> run_lanes(const Array1<kv_u32>& prior, nb::handle lane_rows, nb::handle channel_rows,
+                        const Array1<kv_u8>& classes, nb::sequence payloads, nb::sequence outputs, nb::sequence types,
+                        nb::sequence ropes, unsigned n_threads, bool wide) {
   check_prior(prior);
   Buffer lanes(lane_rows), channels(channel_rows);
-  kv::PlanTables tables{(const kv::Lane*)lanes.bytes(), lanes.size() / sizeof(kv::Lane),
-                        (const kv::Channel*)channels.bytes(), channels.size() / sizeof(kv::Channel),
-                        classes.data(), classes.shape(0), {}, {}, {}, prior.data()};
-  std::vector<Buffer> held;
-  for (nb::handle payload : payloads) {
-    held.emplace_back(payload);
-    tables.payloads.push_back({held.back().bytes(), held.back().size()});
-  }
-  std::vector<nb::ndarray<nb::numpy, nb::ndim<3>, nb::device::cpu>> views;
-  for (size_t i = 0, n = nb::len(outputs); i < n; ++i) {
-    views.push_back(nb::cast<nb::ndarray<nb::numpy, nb::ndim<3>, nb::device::cpu>>(outputs[i]));
-    tables.outputs.push_back(output_of(views.back(), nb::cast<kv_u32>(types[i])));
-  }
-  std::vector<Array2<float>> tables_held;
-  for (nb::handle pair : ropes) {
-    auto cos = nb::cast<Array2<float>>(pair[0]), sin = nb::cast<Array2<float>>(pair[1]);
-    if (cos.shape(0) != sin.shape(0) || cos.shape(1) != sin.shape(1)) invalid("RoPE table: cos and sin differ");
-    tables.ropes.push_back({cos.data(), sin.data(), cos.shape(0), cos.shape(1)});
-    tables_held.push_back(std::move(cos));
-    tables_held.push_back(std::move(sin));
-  }
+  kv::PlanTables tables{};
+  std::tie(tables.lanes, tables.n_lanes) = rows_of<kv::Lane>(lanes);
+  std::tie(tables.channels, tables.n_channels) = rows_of<kv::Channel>(channels);
+  tables.classes = classes.data();
+  tables.n_classes = classes.shape(0);
+  tables.prior = prior.data();
+  PlanObjects objects;
+  objects.hold(tables, payloads, outputs, types, ropes);
   for (kv_u64 i = 0; i < tables.n_lanes; ++i)
     if (const char* fault = kv::lane_fault(tables, tables.lanes[i]))
       invalid("plan: lane " + std::to_string(i) + ": " + fault + " out of range");
@@ -277,6 +353,40 @@ Result<kv_u8> run_plan(const Array1<kv_u32>& prior, nb::handle lane_rows, nb::ha
   {
     nb::gil_scoped_release release;
     ok = kv::run_plan(tables, status, n_threads, wide && kv::wide_supported());
+  }
+  if (!ok) throw std::bad_alloc();
+  return result;
+}
+
+// blocks: bytes of BLOCK_DTYPE rows, streams: bytes of STREAM_DTYPE rows. Returns one status a block.
+Result<kv_u8> run_blocks(const kv::kvr1::Tables& rans, nb::handle block_rows, nb::handle stream_rows,
+                         const Array1<kv_i32>& mean, const Array1<kv_u8>& rho, const Array1<kv_u8>& classes,
+                         const Array1<kv_u32>& order, nb::sequence payloads, nb::sequence outputs, nb::sequence types,
+                         nb::sequence ropes, unsigned n_threads, int level) {
+  if (!kv::kvr1::level_supported(level)) invalid("this CPU lacks the instruction set asked for");
+  if (rho.shape(0) != mean.shape(0) || classes.shape(0) != mean.shape(0)) invalid("plan: components differ in number");
+  Buffer blocks(block_rows), streams(stream_rows);
+  kv::kvr1::PlanTables tables{};
+  tables.tables = &rans;
+  std::tie(tables.blocks, tables.n_blocks) = rows_of<kv::kvr1::Block>(blocks);
+  std::tie(tables.streams, tables.n_streams) = rows_of<kv::kvr1::Stream>(streams);
+  tables.mean = mean.data();
+  tables.rho = rho.data();
+  tables.classes = classes.data();
+  tables.n_components = mean.shape(0);
+  tables.order = order.data();
+  tables.n_order = order.shape(0);
+  PlanObjects objects;
+  objects.hold(tables, payloads, outputs, types, ropes);
+  for (kv_u64 i = 0; i < tables.n_blocks; ++i)
+    if (const char* fault = kv::kvr1::block_fault(tables, tables.blocks[i]))
+      invalid("plan: block " + std::to_string(i) + ": " + fault + " out of range");
+  kv_u8* status;
+  auto result = new_array<kv_u8>({(size_t)tables.n_blocks}, &status);
+  bool ok;
+  {
+    nb::gil_scoped_release release;
+    ok = kv::kvr1::run_blocks(tables, status, n_threads, level);
   }
   if (!ok) throw std::bad_alloc();
   return result;
@@ -366,6 +476,8 @@ NB_MODULE(_core, m) {
 
   m.attr("LANE_BYTES") = sizeof(kv::Lane);
   m.attr("CHANNEL_BYTES") = sizeof(kv::Channel);
+  m.attr("BLOCK_BYTES") = sizeof(kv::kvr1::Block);
+  m.attr("STREAM_BYTES") = sizeof(kv::kvr1::Stream);
   m.attr("WIDE") = kv::wide_supported();
 
   m.def("read_zigzags", &read_zigzags, "data"_a, "offset"_a, "count"_a);
@@ -393,19 +505,7 @@ NB_MODULE(_core, m) {
       .def_prop_ro("largest", &kv::Statistics::largest)
       .def_prop_ro("n_tokens", &kv::Statistics::n_tokens);
 
-  nb::class_<kv::BlockEncoder>(m, "BlockEncoder")
-      .def("push", &push, "x"_a, "n_threads"_a = 1)
-      .def("payload", [](const kv::BlockEncoder& e) { return to_bytes(e.payload()); })
-      .def_prop_ro("n_tokens", &kv::BlockEncoder::n_tokens)
-      .def_prop_rw(
-          "error",
-          [](const kv::BlockEncoder& e) {
-            const kv::ErrorSums sums = e.error();
-            return nb::make_tuple(sums.max_error, sums.sum_squares, sums.n_values);
-          },
-          [](kv::BlockEncoder& e, const std::tuple<double, double, kv_u64>& sums) {
-            e.set_error({std::get<0>(sums), std::get<1>(sums), std::get<2>(sums)});
-          });
+  bind_encoder<kv::BlockEncoder>(m, "BlockEncoder");
   m.def("block_encoder", &new_block_encoder, "prior"_a, "heads"_a, "head_dim"_a, "width"_a, "unit"_a, "sink"_a,
         "sink_div"_a, "first_token"_a, "mean"_a, "rho"_a, "cls"_a);
 
@@ -414,6 +514,14 @@ NB_MODULE(_core, m) {
   m.def("stream_decode", &stream_decode, "prior"_a, "heads"_a, "head_dim"_a, "step"_a, "sink"_a, "sink_div"_a,
         "mean"_a, "rho"_a, "cls"_a, "first_token"_a, "n_tokens"_a, "data"_a);
   m.def("rotate", &rotate, "y"_a, "theta"_a, "first_token"_a, "sign"_a);
-  m.def("run_plan", &run_plan, "prior"_a, "lanes"_a, "channels"_a, "classes"_a, "payloads"_a, "outputs"_a, "types"_a,
+  nb::class_<kv::kvr1::Tables>(m, "RansTables").def("__init__", &build_tables, "frequencies"_a);
+  bind_encoder<kv::kvr1::BlockEncoder>(m, "KVR1Encoder");
+  // The encoder refers to the tables.
+  m.def("kvr1_encoder", &kvr1_encoder, nb::keep_alive<0, 1>(), "tables"_a, "heads"_a, "head_dim"_a, "unit"_a, "sink"_a,
+        "sink_div"_a, "sink_classes"_a, "first_token"_a, "mean"_a, "rho"_a, "cls"_a);
+  m.def("level_supported", &kv::kvr1::level_supported, "level"_a);
+  m.def("run_blocks", &run_blocks, "tables"_a, "blocks"_a, "streams"_a, "mean"_a, "rho"_a, "classes"_a, "order"_a,
+        "payloads"_a, "outputs"_a, "types"_a, "ropes"_a, "n_threads"_a, "level"_a);
+  m.def("run_lanes", &run_lanes, "prior"_a, "lanes"_a, "channels"_a, "classes"_a, "payloads"_a, "outputs"_a, "types"_a,
         "ropes"_a, "n_threads"_a, "wide"_a = true);
 }

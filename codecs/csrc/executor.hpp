@@ -7,6 +7,7 @@
 
 #include "lane.hpp"
 #include "lanes_avx512.hpp"
+#include "payload.hpp"
 #include "rows.hpp"
 #include "threads.hpp"
 
@@ -36,11 +37,6 @@ struct Lane {
   kv_u32 n_pairs;       // pairs of the lane that rotate; the others pass through
 };
 static_assert(sizeof(Lane) == 104, "plan.LANE_DTYPE");
-
-struct Payload {
-  const kv_u8* bytes;
-  kv_u64 n_bytes;
-};
 
 struct PlanTables {
   const Lane* lanes;
@@ -89,18 +85,12 @@ inline const char* lane_fault(const PlanTables& p, const Lane& l) {
 
 inline const kv_u8* lane_bytes(const PlanTables& p, const Lane& l) { return p.payloads[l.payload].bytes + l.offset; }
 
-#if KV_HAS_WIDE
-struct WideNarrow {
-  static bool float16(const float* row, kv_u32 n, kv_u16* out) { return row_to_float16(row, n, out); }
-};
-#endif
-
-inline RowPlace place_of(const PlanTables& p, const Lane& lane) {
+inline RowPlace place_of(const PlanTables& p, const Lane& lane, NarrowRow narrow) {
   return {&p.outputs[lane.output],
           lane.rope < 0 ? nullptr : &p.ropes[lane.rope],
           &p.channels[lane.channels].output,
           sizeof(Channel) / sizeof(kv_u32),
-          lane.width, lane.head, lane.row, lane.rope_row, lane.first_pair, lane.n_pairs};
+          lane.width, lane.head, lane.row, lane.rope_row, lane.first_pair, lane.n_pairs, narrow};
 }
 
 // Memory of one thread, grown to the widest lane.
@@ -130,7 +120,7 @@ inline Status run_lane(const PlanTables& p, const Lane& lane, Scratch& s) {
   decoder.sink_div = lane.sink_div;
   decoder.sink = lane.sink;
   decoder.start(lane_bytes(p, lane), lane.n_bytes);
-  RowWriter<PlainNarrow> writer(place_of(p, lane));
+  RowWriter writer(place_of(p, lane, narrow_row));
   for (kv_u32 t = 0; t < lane.n_tokens; ++t) {
     const Status status = decoder.row(lane.first_token + t, s.values.data());
     if (status != kOk) return status;
@@ -144,7 +134,7 @@ inline Status run_lane(const PlanTables& p, const Lane& lane, Scratch& s) {
 #if KV_HAS_WIDE
 // Up to sixteen lanes of one width and sink_div.
 inline void run_wide(const PlanTables& p, const Lane* lanes, kv_u32 n, kv_u8* status, Scratch& s) {
-  RowWriter<WideNarrow> writers[kWide];
+  RowWriter writers[kWide];
   kv_u32 n_tokens = 0, bad_residual = 0, bad_value = 0;
   s.row.resize(lanes[0].width);
   s.wide.start(lanes[0].width, lanes[0].sink_div);
@@ -152,7 +142,7 @@ inline void run_wide(const PlanTables& p, const Lane* lanes, kv_u32 n, kv_u8* st
     const Lane& lane = lanes[i];
     s.wide.add(i, lane_bytes(p, lane), lane.n_bytes, p.channels + lane.channels, p.classes + lane.classes,
                lane.first_token, lane.sink);
-    writers[i] = RowWriter<WideNarrow>(place_of(p, lane));
+    writers[i] = RowWriter(place_of(p, lane, row_to_float16));
     n_tokens = std::max(n_tokens, lane.n_tokens);
   }
   s.wide.begin(p.prior);

@@ -53,6 +53,7 @@ enum Status : kv_u8 {
   kBadResidual = 1,  // a magnitude prefix of 24 ones
   kBadValue = 2,     // a reconstruction of 2^24 units or more
   kOverflow = 3,     // an output beyond the range of its dtype
+  kBadBlock = 4,     // KVR1: words that end early or late, states or values that no encoder leaves
 };
 
 // A bit model: two exponential averages of the probability of a one, as fast | slow << 16.

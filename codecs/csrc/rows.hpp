@@ -25,17 +25,19 @@ struct RopeTable {
   kv_u64 rows, pairs;
 };
 
-// Narrowing of contiguous rows. Each instruction set has one; all of them give the same bits. True: a value overflows.
-struct PlainNarrow {
-  static bool float16(const float* row, kv_u32 n, kv_u16* out) {
-    kv_u32 overflow = 0;
-    for (kv_u32 i = 0; i < n; ++i) {
-      out[i] = to_float16_bits(row[i]);
-      overflow |= (kv_u32)((out[i] & 0x7FFF) >= 0x7C00);
-    }
-    return overflow != 0;
+// Narrows a contiguous row. Each instruction set has one; all of them give the same bits. True: a value overflows.
+using NarrowRow = bool (*)(const float* row, kv_u32 n, kv_u16* out);
+
+inline bool narrow_row(const float* __restrict row, kv_u32 n, kv_u16* __restrict out) {
+  kv_u32 largest = 0;
+  for (kv_u32 i = 0; i < n; ++i) {
+    const kv_u32 bits = to_float16_bits(row[i]);
+    const kv_u32 magnitude = bits & 0x7FFF;
+    largest = magnitude > largest ? magnitude : largest;
+    out[i] = (kv_u16)bits;
   }
-};
+  return largest >= 0x7C00;
+}
 
 // The rows of some channels of one head.
 struct RowPlace {
@@ -49,9 +51,9 @@ struct RowPlace {
   kv_u64 rope_row;          // and of the RoPE table
   kv_u32 first_pair;        // RoPE pair of the row's first channel
   kv_u32 n_pairs;           // pairs of the row that rotate; the others pass through
+  NarrowRow narrow;
 };
 
-template <class Narrow>
 class RowWriter {
  public:
   RowWriter() = default;
@@ -75,7 +77,7 @@ class RowWriter {
     } else if (p_.out->type == kFloat16) {
       kv_u16* target = (kv_u16*)p_.out->data + at;
       if (contiguous_) {
-        overflow_ |= Narrow::float16(row, p_.width, target + channel(0));
+        overflow_ |= p_.narrow(row, p_.width, target + channel(0));
       } else {
         for (kv_u32 c = 0; c < p_.width; ++c) target[channel(c)] = to_float16(row[c], overflow_);
       }

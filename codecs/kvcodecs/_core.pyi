@@ -5,6 +5,7 @@ import numpy as np
 import numpy.typing as npt
 
 _U8 = npt.NDArray[np.uint8]
+_U16 = npt.NDArray[np.uint16]
 _U32 = npt.NDArray[np.uint32]
 _U64 = npt.NDArray[np.uint64]
 _I32 = npt.NDArray[np.int32]
@@ -15,6 +16,8 @@ _Bytes = Any  # any object with a C-contiguous buffer
 
 LANE_BYTES: int
 CHANNEL_BYTES: int
+BLOCK_BYTES: int
+STREAM_BYTES: int
 WIDE: bool
 
 class Statistics:
@@ -23,7 +26,13 @@ class Statistics:
     def finish_mean(self) -> None: ...
     def add_moments(self, x: _F32 | _F64) -> None: ...
     def finish(
-        self, step: float, mean_unit: float, ar: bool, pairs: bool
+        self,
+        step: float,
+        mean_unit: float,
+        ar: bool,
+        pairs: bool,
+        class_of_one: int = 8,
+        n_classes: int = 48,
     ) -> tuple[_I64, _U8, _U8]: ...
     @property
     def sum_squares(self) -> float: ...
@@ -39,6 +48,24 @@ class BlockEncoder:
     @property
     def n_tokens(self) -> int: ...
 
+class KVR1Encoder(BlockEncoder): ...
+
+class RansTables:
+    def __init__(self, frequencies: _U16) -> None: ...
+
+def kvr1_encoder(
+    tables: RansTables,
+    heads: int,
+    head_dim: int,
+    unit: float,
+    sink: int,
+    sink_div: int,
+    sink_classes: int,
+    first_token: int,
+    mean: _I32,
+    rho: _U8,
+    cls: _U8,
+) -> KVR1Encoder: ...
 def block_encoder(
     prior: _U32,
     heads: int,
@@ -86,7 +113,7 @@ def stream_decode(
     data: _Bytes,
 ) -> _F64: ...
 def rotate(y: _F64, theta: float, first_token: int, sign: float) -> None: ...
-def run_plan(
+def run_lanes(
     prior: _U32,
     lanes: _Bytes,
     channels: _Bytes,
@@ -97,4 +124,20 @@ def run_plan(
     ropes: Sequence[tuple[_F32, _F32]],
     n_threads: int,
     wide: bool = True,
+) -> _U8: ...
+def level_supported(level: int) -> bool: ...
+def run_blocks(
+    tables: RansTables,
+    blocks: _Bytes,
+    streams: _Bytes,
+    mean: _I32,
+    rho: _U8,
+    classes: _U8,
+    order: _U32,
+    payloads: Sequence[Any],
+    outputs: Sequence[npt.NDArray[Any]],
+    types: Sequence[int],
+    ropes: Sequence[tuple[_F32, _F32]],
+    n_threads: int,
+    level: int,
 ) -> _U8: ...

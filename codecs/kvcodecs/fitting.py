@@ -128,7 +128,9 @@ class QuantisingCodec(ABC, Generic[ConfigT, ParamsT]):
         step = session_step(step, config.sink_div, f"{spec.kind} stream")
         unit = step / config.sink_div
         pairs = self.pairs_share and spec.kind == "k"
-        mean, rho, cls = statistics.finish(step, unit, config.ar, pairs)
+        mean, rho, cls = statistics.finish(
+            step, unit, config.ar, pairs, self.class_of_one, self.n_classes
+        )
         if (np.abs(mean) >= MAX_UNITS - config.sink_div).any():
             raise InvalidArgument(
                 f"{spec.kind} stream: a channel mean is beyond 2^23 units: "

@@ -8,50 +8,30 @@ A codec without lanes (raw) hands over its values instead, and the plan places t
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from . import _core
+from .blocks import SIMD_LEVELS, BlockTables, Blocks
 from .errors import Corrupt, InvalidArgument, Truncated
 from .frame import BytesLike
+from .lanes import Lanes, LaneTables
 from .rope import RopeTable, from_coded
 from .spec import FLOAT_DTYPES, KState, StreamSpec
 
 if TYPE_CHECKING:
     from .codec import BlockCodec
 
-# The structs of csrc/executor.hpp and csrc/lane.hpp, field by field.
-LANE_DTYPE = np.dtype(
-    [
-        ("offset", "u8"),
-        ("n_bytes", "u8"),
-        ("first_token", "u8"),
-        ("sink", "u8"),
-        ("channels", "u8"),
-        ("classes", "u8"),
-        ("payload", "u4"),
-        ("output", "u4"),
-        ("head", "u4"),
-        ("n_tokens", "u4"),
-        ("skip", "u4"),
-        ("row", "u4"),
-        ("width", "u4"),
-        ("n_classes", "u4"),
-        ("sink_div", "u4"),
-        ("unit", "f4"),
-        ("rope", "i4"),
-        ("rope_row", "u4"),
-        ("first_pair", "u4"),
-        ("n_pairs", "u4"),
-    ]
-)
-CHANNEL_DTYPE = np.dtype([("mean", "i4"), ("rho", "u4"), ("models", "u4"), ("output", "u4")])
-
 _OUTPUT_TYPES = {FLOAT_DTYPES[name]: i for i, name in enumerate(("float32", "float16", "bfloat16"))}
-_OK, _BAD_RESIDUAL, _BAD_VALUE, _OVERFLOW = range(4)
+# csrc/lane.hpp Status.
+_OVERFLOW = 3
+_DAMAGE = {
+    1: "a residual of 2^24 or more; the block does not decode",
+    2: "a value of 2^24 or more; the block does not decode",
+    4: "the block does not decode",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,26 +64,34 @@ class Placement:
         return self.stop - self.start
 
 
-@dataclass(frozen=True, slots=True)
-class LaneTables:
-    """Channel and class tables of one stream's lanes, in lane order; built once per stream.
+@dataclass(slots=True)
+class Targets:
+    """What the tables of a plan refer to by index: payload, output and name of each block, RoPEs."""
 
-    Attributes
-    ----------
-    lanes : (n_lanes,) LANE_DTYPE
-        With everything set that does not depend on the block; ``channels`` and ``classes``
-        count from the start of the tables here.
-    channels : (n,) CHANNEL_DTYPE
-    classes : (n,) uint8
-        Classes present in each lane.
-    prior : (7056,) uint32
-        Initial bit models of every class.
-    """
+    payloads: list[BytesLike] = field(default_factory=list)
+    outputs: list[npt.NDArray[Any]] = field(default_factory=list)
+    where: list[str] = field(default_factory=list)
+    ropes: list[tuple[Any, Any]] = field(default_factory=list)
+    _rope_index: dict[int, int] = field(default_factory=dict)
 
-    lanes: npt.NDArray[Any]
-    channels: npt.NDArray[Any]
-    classes: npt.NDArray[np.uint8]
-    prior: npt.NDArray[np.uint32]
+    def add(self, payload: BytesLike, placement: Placement) -> tuple[int, int]:
+        """Return the indices of a block and of its RoPE table, -1 for none."""
+        self.payloads.append(payload)
+        self.outputs.append(placement.out)
+        self.where.append(placement.where)
+        if placement.rope is None:
+            return len(self.outputs) - 1, -1
+        cos, sin = placement.rope.cos, placement.rope.sin
+        rope = self._rope_index.setdefault(id(cos), len(self.ropes))
+        if rope == len(self.ropes):
+            self.ropes.append((cos, sin))
+        return len(self.outputs) - 1, rope
+
+    def arguments(self) -> tuple[Any, ...]:
+        """Payloads, outputs, output types and RoPE tables as the core takes them."""
+        outputs = [out if out.dtype == np.float32 else out.view(np.uint16) for out in self.outputs]
+        types = [_OUTPUT_TYPES[out.dtype] for out in self.outputs]
+        return self.payloads, outputs, types, self.ropes
 
 
 class Plan:
@@ -114,15 +102,9 @@ class Plan:
     """
 
     def __init__(self) -> None:
-        self._payloads: list[BytesLike] = []
-        self._outputs: list[npt.NDArray[Any]] = []
-        self._ropes: list[tuple[Any, Any]] = []
-        self._rope_index: dict[int, int] = {}
-        self._lanes: list[npt.NDArray[Any]] = []
-        self._where: list[str] = []
-        self._tables: dict[int, tuple[LaneTables, int, int]] = {}
-        self._n_channels = 0
-        self._n_classes = 0
+        self._targets = Targets()
+        self._lanes = Lanes()
+        self._blocks = Blocks()
         self._copies: list[tuple[npt.NDArray[Any], StreamSpec, Placement]] = []
 
     def add(
@@ -202,42 +184,26 @@ class Plan:
         entries : (n_lanes, 2) uint64
             Offset and length of each lane in `payload`, bytes.
         """
-        if id(tables) not in self._tables:
-            self._tables[id(tables)] = (tables, self._n_channels, self._n_classes)
-            self._n_channels += len(tables.channels)
-            self._n_classes += len(tables.classes)
-        _, channels, classes = self._tables[id(tables)]
-        lanes = tables.lanes.copy()
-        lanes["offset"], lanes["n_bytes"] = entries[:, 0], entries[:, 1]
-        lanes["channels"] += np.uint64(channels)
-        lanes["classes"] += np.uint64(classes)
-        lanes["first_token"] = first_token
-        lanes["payload"] = len(self._payloads)
-        lanes["output"] = len(self._outputs)
-        lanes["n_tokens"] = placement.stop - first_token
-        lanes["skip"] = placement.start - first_token
-        lanes["rope"] = -1
-        if placement.rope is not None:
-            lanes["rope"] = self._add_rope(placement.rope)
-            lanes["rope_row"] = placement.start - placement.rope.first_token
-        self._payloads.append(payload)
-        self._outputs.append(placement.out)
-        self._where.append(placement.where)
-        self._lanes.append(lanes)
+        target, rope = self._targets.add(payload, placement)
+        self._lanes.add(tables, entries, first_token, placement, target, rope)
 
-    def _add_rope(self, table: RopeTable) -> int:
-        if id(table.cos) not in self._rope_index:
-            self._rope_index[id(table.cos)] = len(self._ropes)
-            self._ropes.append((table.cos, table.sin))
-        return self._rope_index[id(table.cos)]
+    def decode_block(
+        self, tables: BlockTables, payload: BytesLike, first_token: int, placement: Placement
+    ) -> None:
+        """Add one KVR1 block; `tables` are its stream's, added once however many blocks use them."""
+        target, rope = self._targets.add(payload, placement)
+        self._blocks.add(tables, first_token, placement, target, rope)
 
-    def run(self, n_threads: int | None = None) -> None:
+    def run(self, n_threads: int | None = None, simd: str | None = None) -> None:
         """Decode everything into the outputs.
 
         Parameters
         ----------
         n_threads
             None or 0: one per CPU this process may use. The result does not depend on it.
+        simd
+            Instruction set for KVR1 blocks, one of `SIMD_LEVELS`; None: the fastest. The result
+            does not depend on it.
 
         Raises
         ------
@@ -248,38 +214,23 @@ class Plan:
         """
         if n_threads is not None and not (isinstance(n_threads, int) and 0 <= n_threads <= 4096):
             raise InvalidArgument(f"n_threads {n_threads!r}: None, or 0 to 4096")
+        if simd is not None and simd not in SIMD_LEVELS:
+            raise InvalidArgument(f"simd {simd!r}: None, or one of {', '.join(SIMD_LEVELS)}")
         for values, spec, placement in self._copies:
             _place(values, spec, placement)
-        if not self._lanes:
-            return
-        lanes = np.concatenate(self._lanes)
-        tables = [entry[0] for entry in self._tables.values()]
-        outputs = [out if out.dtype == np.float32 else out.view(np.uint16) for out in self._outputs]
-        status = _core.run_plan(
-            tables[0].prior,
-            lanes,
-            np.concatenate([t.channels for t in tables]),
-            np.concatenate([t.classes for t in tables]),
-            self._payloads,
-            outputs,
-            [_OUTPUT_TYPES[out.dtype] for out in self._outputs],
-            self._ropes,
-            n_threads or available_cpus(),
-        )
-        if status.any():
-            self._raise(lanes, status)
+        n_threads = n_threads or available_cpus()
+        failures = self._lanes.run(self._targets, n_threads)
+        failures += self._blocks.run(self._targets, n_threads, simd or SIMD_LEVELS[0])
+        if failures:
+            self._raise(failures)
 
-    def _raise(self, lanes: npt.NDArray[Any], status: npt.NDArray[np.uint8]) -> None:
-        # Damage is reported before an overflow, which it may have caused.
-        bad = np.flatnonzero(status)
-        first = min(bad, key=lambda i: (status[i] == _OVERFLOW, i))
-        lane, code = lanes[first], status[first]
-        where = self._where[int(lane["output"])]
-        if code == _OVERFLOW:
-            raise _overflow(where, self._outputs[int(lane["output"])].dtype)
-        what = f"{where}lane of head {lane['head']}"
-        fault = "residual" if code == _BAD_RESIDUAL else "value"
-        raise Corrupt(f"{what}: a {fault} of 2^24 or more; the block does not decode")
+    def _raise(self, failures: list[tuple[int, int, str]]) -> None:
+        # Damage is reported before an overflow, which it may have caused; else in plan order.
+        status, target, what = min(failures, key=lambda f: (f[0] == _OVERFLOW, f[1]))
+        where = self._targets.where[target]
+        if status == _OVERFLOW:
+            raise _overflow(where, self._targets.outputs[target].dtype)
+        raise Corrupt(f"{where}{what}{_DAMAGE[status]}")
 
 
 def available_cpus() -> int:

@@ -1,11 +1,14 @@
 // The 32 states in plain loops that compilers vectorise for whatever CPU they build for. The readable one of the three.
 #pragma once
 
-#include "rans.hpp"
+#include "block.hpp"
 
 namespace kv::kvr1::portable {
 
 #define KV_LEVEL inline __attribute__((always_inline))
+#define KV_LEVEL_CALL
+
+constexpr bool kTogether = false;  // scalar code has enough to do while it waits
 
 struct Residuals {
   kv_i32 v[kStates];
@@ -86,5 +89,11 @@ KV_LEVEL void reconstruct(kv_u32 lanes, const Residuals& q, const kv_i32* mean, 
   magnitude.any |= any;
 }
 
-#undef KV_LEVEL
+using kv::narrow_row;
+
+#include "block.inl"
+
 }  // namespace kv::kvr1::portable
+
+#undef KV_LEVEL
+#undef KV_LEVEL_CALL

@@ -91,6 +91,13 @@ class Words {
   // To be called when next > safe. False: more was read than there is.
   bool go_on() { return !staged_ && stage(); }
 
+  // After a fault: zeros without end.
+  void park() {
+    static constexpr kv_u8 kZeros[2 * kRoom] = {};
+    next = safe = end_ = kZeros;
+    staged_ = true;
+  }
+
   bool word(kv_u32& value) {
     if (end_ - next < 2) return false;
     value = load_word(next);

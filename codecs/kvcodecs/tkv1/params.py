@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from ..errors import Corrupt, InvalidArgument
 from ..frame import BytesLike
-from ..plan import CHANNEL_DTYPE, LANE_DTYPE, LaneTables
+from ..lanes import CHANNEL_DTYPE, LANE_DTYPE, LaneTables
 from ..quantiser import QuantiserConfig, QuantiserParams, check_integer
 from ..spec import StreamSpec
 from ..stream_header import pack_stream_header, unpack_stream_header

@@ -1,0 +1,171 @@
+// The 32 states in four AVX2 vectors. Bit for bit what portable.hpp does.
+#pragma once
+
+#include "block.hpp"
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#define KV_HAS_AVX2 1
+#include <immintrin.h>
+
+#define KV_LEVEL __attribute__((target("avx2,f16c,popcnt"), always_inline)) inline
+#define KV_LEVEL_CALL __attribute__((target("avx2,f16c,popcnt")))
+
+namespace kv::kvr1::avx2 {
+
+constexpr bool kTogether = true;
+
+constexpr kv_u32 kVectors = kStates / 8;
+
+struct Residuals {
+  __m256i v[kVectors];
+};
+
+// Byte shuffles that hand the next words, in order, to the lanes of an 8-bit mask; other lanes get zero.
+struct SpreadTable {
+  alignas(64) kv_u8 bytes[256][16];
+  constexpr SpreadTable() : bytes() {
+    for (int mask = 0; mask < 256; ++mask) {
+      int word = 0;
+      for (int lane = 0; lane < 8; ++lane) {
+        const bool takes = (mask >> lane & 1) != 0;
+        bytes[mask][2 * lane] = takes ? (kv_u8)(2 * word) : 0x80;
+        bytes[mask][2 * lane + 1] = takes ? (kv_u8)(2 * word + 1) : 0x80;
+        word += takes;
+      }
+    }
+  }
+};
+inline constexpr SpreadTable kSpread{};
+
+// All ones in the lanes that take part.
+KV_LEVEL __m256i taking_part(kv_u32 lanes, kv_u32 vector) {
+  const __m256i lane = _mm256_add_epi32(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_set1_epi32((int)(8 * vector)));
+  return _mm256_cmpgt_epi32(_mm256_set1_epi32((int)lanes), lane);
+}
+
+KV_LEVEL void renormalise8(__m256i& x, kv_u32 lanes, kv_u32 vector, const kv_u8*& next) {
+  __m256i low = _mm256_cmpeq_epi32(_mm256_srli_epi32(x, 16), _mm256_setzero_si256());
+  if (lanes != kStates) low = _mm256_and_si256(low, taking_part(lanes, vector));
+  const kv_u32 mask = (kv_u32)_mm256_movemask_ps(_mm256_castsi256_ps(low));
+  const __m128i words = _mm_loadu_si128((const __m128i*)next);
+  const __m128i spread = _mm_shuffle_epi8(words, _mm_load_si128((const __m128i*)kSpread.bytes[mask]));
+  const __m256i filled = _mm256_or_si256(_mm256_slli_epi32(x, 16), _mm256_cvtepu16_epi32(spread));
+  x = _mm256_blendv_epi8(x, filled, low);
+  next += 2 * (kv_u32)__builtin_popcount(mask);
+}
+
+struct States {
+  __m256i x[kVectors];
+
+  KV_LEVEL void load(const kv_u32* from) {
+    for (kv_u32 v = 0; v < kVectors; ++v) x[v] = _mm256_loadu_si256((const __m256i*)(from + 8 * v));
+  }
+  KV_LEVEL void store(kv_u32* to) const {
+    for (kv_u32 v = 0; v < kVectors; ++v) _mm256_storeu_si256((__m256i*)(to + 8 * v), x[v]);
+  }
+
+  template <bool kRenormalise>
+  KV_LEVEL Residuals symbols(kv_u32 lanes, const kv_u32* slots, const kv_i32* tables, const kv_u8*& next) {
+    const __m256i eleven = _mm256_set1_epi32((int)kSlots - 1);
+    Residuals q;
+    for (kv_u32 v = 0; v < kVectors; ++v) {
+      const __m256i at = _mm256_add_epi32(_mm256_load_si256((const __m256i*)(tables + 8 * v)),
+                                          _mm256_and_si256(x[v], eleven));
+      const __m256i slot = _mm256_i32gather_epi32((const int*)slots, at, 4);
+      const __m256i offset = _mm256_and_si256(_mm256_srli_epi32(slot, kSlotBits), eleven);
+      const __m256i product = _mm256_mullo_epi32(_mm256_and_si256(slot, eleven), _mm256_srli_epi32(x[v], kSlotBits));
+      const __m256i after = _mm256_add_epi32(product, offset);
+      x[v] = lanes == kStates ? after : _mm256_blendv_epi8(x[v], after, taking_part(lanes, v));
+      q.v[v] = _mm256_srai_epi32(slot, 26);
+    }
+    if (kRenormalise)
+      for (kv_u32 v = 0; v < kVectors; ++v) renormalise8(x[v], lanes, v, next);
+    return q;
+  }
+
+  template <bool kRenormalise>
+  KV_LEVEL void low_bits(kv_u32 lanes, const kv_i32* shifts, Residuals& q, const kv_u8*& next) {
+    const __m256i one = _mm256_set1_epi32(1);
+    for (kv_u32 v = 0; v < kVectors; ++v) {
+      const __m256i shift = _mm256_load_si256((const __m256i*)(shifts + 8 * v));
+      const __m256i mask = _mm256_sub_epi32(_mm256_sllv_epi32(one, shift), one);
+      q.v[v] = _mm256_or_si256(_mm256_sllv_epi32(q.v[v], shift), _mm256_and_si256(x[v], mask));
+      const __m256i after = _mm256_srlv_epi32(x[v], shift);
+      x[v] = lanes == kStates ? after : _mm256_blendv_epi8(x[v], after, taking_part(lanes, v));
+    }
+    if (kRenormalise)
+      for (kv_u32 v = 0; v < kVectors; ++v) renormalise8(x[v], lanes, v, next);
+  }
+};
+
+KV_LEVEL kv_u32 escapes(const Residuals& q, kv_u32 lanes) {
+  const __m256i escape = _mm256_set1_epi32(kEscape);
+  __m256i any = _mm256_setzero_si256();
+  for (kv_u32 v = 0; v < kVectors; ++v) any = _mm256_or_si256(any, _mm256_cmpeq_epi32(q.v[v], escape));
+  if (KV_UNLIKELY(!_mm256_testz_si256(any, any))) {
+    kv_u32 mask = 0;
+    for (kv_u32 v = 0; v < kVectors; ++v)
+      mask |= (kv_u32)_mm256_movemask_ps(_mm256_castsi256_ps(_mm256_cmpeq_epi32(q.v[v], escape))) << 8 * v;
+    return lanes == kStates ? mask : mask & ((1u << lanes) - 1);
+  }
+  return 0;
+}
+
+KV_LEVEL void store(const Residuals& q, kv_i32* to) {
+  for (kv_u32 v = 0; v < kVectors; ++v) _mm256_storeu_si256((__m256i*)(to + 8 * v), q.v[v]);
+}
+KV_LEVEL Residuals load(const kv_i32* from) {
+  Residuals q;
+  for (kv_u32 v = 0; v < kVectors; ++v) q.v[v] = _mm256_loadu_si256((const __m256i*)(from + 8 * v));
+  return q;
+}
+
+// The bits of all magnitudes of a row: 2^24, the limit, is a power of two.
+struct Magnitude {
+  __m256i any;
+  KV_LEVEL Magnitude() : any(_mm256_setzero_si256()) {}
+  KV_LEVEL bool reaches_limit() const { return !_mm256_testz_si256(any, _mm256_set1_epi32(-kValueLimit)); }
+};
+
+KV_LEVEL void reconstruct(kv_u32 lanes, const Residuals& q, const kv_i32* mean, const kv_i32* rho, kv_i32 scale,
+                          kv_i32* previous, Magnitude& magnitude) {
+  const __m256i factor = _mm256_set1_epi32(scale);
+  for (kv_u32 v = 0; v < kVectors; ++v) {
+    __m256i* at = (__m256i*)(previous + 8 * v);
+    const __m256i mu = _mm256_load_si256((const __m256i*)(mean + 8 * v)), before = _mm256_load_si256(at);
+    const __m256i pull = _mm256_mullo_epi32(_mm256_load_si256((const __m256i*)(rho + 8 * v)),
+                                            _mm256_sub_epi32(before, mu));
+    const __m256i prediction = _mm256_add_epi32(mu, _mm256_srai_epi32(pull, 4));
+    __m256i value = _mm256_add_epi32(prediction, _mm256_mullo_epi32(q.v[v], factor));
+    if (lanes != kStates) value = _mm256_and_si256(value, taking_part(lanes, v));
+    magnitude.any = _mm256_or_si256(magnitude.any, _mm256_abs_epi32(value));
+    _mm256_store_si256(at, value);
+  }
+}
+
+// Float16 of a row; true when a value overflows.
+KV_LEVEL_CALL inline bool narrow_row(const float* row, kv_u32 n, kv_u16* out) {
+  __m128i infinite = _mm_setzero_si128();
+  const __m128i magnitude = _mm_set1_epi16(0x7FFF), largest = _mm_set1_epi16(0x7BFF);
+  kv_u32 c = 0;
+  for (; c + 8 <= n; c += 8) {
+    const __m128i h = _mm256_cvtps_ph(_mm256_loadu_ps(row + c), _MM_FROUND_TO_NEAREST_INT);
+    infinite = _mm_or_si128(infinite, _mm_cmpgt_epi16(_mm_and_si128(h, magnitude), largest));
+    _mm_storeu_si128((__m128i*)(out + c), h);
+  }
+  return kv::narrow_row(row + c, n - c, out + c) || _mm_movemask_epi8(infinite) != 0;
+}
+
+inline bool supported() {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("popcnt");
+}
+
+#include "block.inl"
+
+}  // namespace kv::kvr1::avx2
+
+#undef KV_LEVEL
+#undef KV_LEVEL_CALL
+#else
+#define KV_HAS_AVX2 0
+#endif

@@ -1,0 +1,151 @@
+// The 32 states in two AVX-512 vectors. Bit for bit what portable.hpp does.
+#pragma once
+
+#include "block.hpp"
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#define KV_HAS_AVX512 1
+#include <immintrin.h>
+
+#define KV_LEVEL __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,popcnt"), always_inline)) inline
+#define KV_LEVEL_CALL __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,popcnt")))
+
+namespace kv::kvr1::avx512 {
+
+constexpr bool kTogether = true;
+
+struct Residuals {
+  __m512i low, high;  // lanes 0 to 15, 16 to 31
+};
+
+KV_LEVEL __mmask16 taking_part(kv_u32 lanes, kv_u32 first) {
+  return (__mmask16)(lanes >= first + 16 ? 0xFFFFu : lanes <= first ? 0u : (1u << (lanes - first)) - 1);
+}
+
+KV_LEVEL void renormalise16(__m512i& x, __mmask16 active, const kv_u8*& next) {
+  const __mmask16 low = _mm512_mask_cmplt_epu32_mask(active, x, _mm512_set1_epi32((int)kLeastState));
+  const __m512i words = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)next));
+  x = _mm512_mask_or_epi32(x, low, _mm512_slli_epi32(x, 16), _mm512_maskz_expand_epi32(low, words));
+  next += 2 * (kv_u32)__builtin_popcount(low);
+}
+
+KV_LEVEL __m512i symbols16(__m512i& x, __mmask16 active, const kv_u32* slots, const kv_i32* tables) {
+  const __m512i eleven = _mm512_set1_epi32((int)kSlots - 1);
+  const __m512i at = _mm512_add_epi32(_mm512_load_si512(tables), _mm512_and_si512(x, eleven));
+  const __m512i slot = _mm512_i32gather_epi32(at, slots, 4);
+  const __m512i offset = _mm512_and_si512(_mm512_srli_epi32(slot, kSlotBits), eleven);
+  const __m512i product = _mm512_mullo_epi32(_mm512_and_si512(slot, eleven), _mm512_srli_epi32(x, kSlotBits));
+  x = _mm512_mask_add_epi32(x, active, product, offset);
+  return _mm512_srai_epi32(slot, 26);
+}
+
+KV_LEVEL void low_bits16(__m512i& x, __mmask16 active, const kv_i32* shifts, __m512i& q) {
+  const __m512i shift = _mm512_load_si512(shifts);
+  const __m512i one = _mm512_set1_epi32(1);
+  const __m512i mask = _mm512_sub_epi32(_mm512_sllv_epi32(one, shift), one);
+  q = _mm512_or_si512(_mm512_sllv_epi32(q, shift), _mm512_and_si512(x, mask));
+  x = _mm512_mask_srlv_epi32(x, active, x, shift);
+}
+
+struct States {
+  __m512i low, high;
+
+  KV_LEVEL void load(const kv_u32* from) {
+    low = _mm512_loadu_si512(from);
+    high = _mm512_loadu_si512(from + 16);
+  }
+  KV_LEVEL void store(kv_u32* to) const {
+    _mm512_storeu_si512(to, low);
+    _mm512_storeu_si512(to + 16, high);
+  }
+
+  template <bool kRenormalise>
+  KV_LEVEL Residuals symbols(kv_u32 lanes, const kv_u32* slots, const kv_i32* tables, const kv_u8*& next) {
+    const __mmask16 first = taking_part(lanes, 0), second = taking_part(lanes, 16);
+    Residuals q;
+    q.low = symbols16(low, first, slots, tables);
+    q.high = symbols16(high, second, slots, tables + 16);
+    if (kRenormalise) {
+      renormalise16(low, first, next);
+      renormalise16(high, second, next);
+    }
+    return q;
+  }
+
+  template <bool kRenormalise>
+  KV_LEVEL void low_bits(kv_u32 lanes, const kv_i32* shifts, Residuals& q, const kv_u8*& next) {
+    const __mmask16 first = taking_part(lanes, 0), second = taking_part(lanes, 16);
+    low_bits16(low, first, shifts, q.low);
+    low_bits16(high, second, shifts + 16, q.high);
+    if (kRenormalise) {
+      renormalise16(low, first, next);
+      renormalise16(high, second, next);
+    }
+  }
+};
+
+KV_LEVEL kv_u32 escapes(const Residuals& q, kv_u32 lanes) {
+  const __m512i escape = _mm512_set1_epi32(kEscape);
+  return (kv_u32)_mm512_mask_cmpeq_epi32_mask(taking_part(lanes, 0), q.low, escape) |
+         (kv_u32)_mm512_mask_cmpeq_epi32_mask(taking_part(lanes, 16), q.high, escape) << 16;
+}
+
+KV_LEVEL void store(const Residuals& q, kv_i32* to) {
+  _mm512_storeu_si512(to, q.low);
+  _mm512_storeu_si512(to + 16, q.high);
+}
+KV_LEVEL Residuals load(const kv_i32* from) { return {_mm512_loadu_si512(from), _mm512_loadu_si512(from + 16)}; }
+
+// The bits of all magnitudes of a row: 2^24, the limit, is a power of two.
+struct Magnitude {
+  __m512i any;
+  KV_LEVEL Magnitude() : any(_mm512_setzero_si512()) {}
+  KV_LEVEL bool reaches_limit() const {
+    return _mm512_test_epi32_mask(any, _mm512_set1_epi32(-kValueLimit)) != 0;
+  }
+};
+
+KV_LEVEL void reconstruct16(__m512i q, __mmask16 active, const kv_i32* mean, const kv_i32* rho, __m512i scale,
+                            kv_i32* previous, Magnitude& magnitude) {
+  const __m512i mu = _mm512_load_si512(mean), before = _mm512_load_si512(previous);
+  const __m512i pull = _mm512_mullo_epi32(_mm512_load_si512(rho), _mm512_sub_epi32(before, mu));
+  const __m512i prediction = _mm512_add_epi32(mu, _mm512_srai_epi32(pull, 4));
+  const __m512i value = _mm512_maskz_add_epi32(active, prediction, _mm512_mullo_epi32(q, scale));
+  magnitude.any = _mm512_or_si512(magnitude.any, _mm512_abs_epi32(value));
+  _mm512_store_si512(previous, value);
+}
+
+KV_LEVEL void reconstruct(kv_u32 lanes, const Residuals& q, const kv_i32* mean, const kv_i32* rho, kv_i32 scale,
+                          kv_i32* previous, Magnitude& magnitude) {
+  const __m512i factor = _mm512_set1_epi32(scale);
+  reconstruct16(q.low, taking_part(lanes, 0), mean, rho, factor, previous, magnitude);
+  reconstruct16(q.high, taking_part(lanes, 16), mean + 16, rho + 16, factor, previous + 16, magnitude);
+}
+
+// Float16 of a row; true when a value overflows.
+KV_LEVEL_CALL inline bool narrow_row(const float* row, kv_u32 n, kv_u16* out) {
+  __mmask16 infinite = 0;
+  const __m256i magnitude = _mm256_set1_epi16(0x7FFF), infinity = _mm256_set1_epi16(0x7C00);
+  kv_u32 c = 0;
+  for (; c + 16 <= n; c += 16) {
+    const __m256i h = _mm512_cvtps_ph(_mm512_loadu_ps(row + c), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    infinite |= _mm256_cmpge_epi16_mask(_mm256_and_si256(h, magnitude), infinity);
+    _mm256_storeu_si256((__m256i*)(out + c), h);
+  }
+  return kv::narrow_row(row + c, n - c, out + c) || infinite;
+}
+
+inline bool supported() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("popcnt");
+}
+
+#include "block.inl"
+
+}  // namespace kv::kvr1::avx512
+
+#undef KV_LEVEL
+#undef KV_LEVEL_CALL
+#else
+#define KV_HAS_AVX512 0
+#endif

@@ -1,0 +1,116 @@
+// The loop over the steps of blocks: included once by each instruction-set header, inside its namespace and with its
+// KV_LEVEL, as functions for one instruction set must not be shared with another.
+
+// What the loop keeps in registers of a run's words.
+struct Cursor {
+  const kv_u8* next;
+  const kv_u8* safe;
+};
+
+template <bool kRenormalise>
+KV_LEVEL void decode_step(BlockRun& run, const kv_u32* slots, States& x, Cursor& cursor, kv_u32 step, kv_u32 lanes,
+                          Magnitude& magnitude) {
+  if (KV_UNLIKELY(cursor.next > cursor.safe)) {
+    run.words.next = cursor.next;
+    run.go_on();
+    cursor = {run.words.next, run.words.safe};
+  }
+  const std::size_t at = (std::size_t)step * kStates;
+  Residuals q = x.template symbols<kRenormalise>(lanes, slots, run.tables + at, cursor.next);
+  const kv_u32 escaped = escapes(q, lanes);
+  if (run.has_shift[step]) x.template low_bits<kRenormalise>(lanes, run.shifts + at, q, cursor.next);
+  if (KV_UNLIKELY(escaped)) {
+    kv_i32 residuals[kStates];
+    store(q, residuals);
+    run.words.next = cursor.next;
+    run.patch(escaped, run.shifts + at, residuals);
+    cursor = {run.words.next, run.words.safe};
+    q = load(residuals);
+  }
+  reconstruct(lanes, q, run.mean + at, run.rho + at, run.scale, run.previous + at, magnitude);
+}
+
+// `rows` tokens of each run, all steps of which renormalise. Steps of two blocks alternate: each waits for its own last
+// step only, so that one fills the other's waiting. Runs have as many components. Ends early at a fault of either.
+template <int kRuns>
+KV_LEVEL void decode_rows(const kv_u32* slots, BlockRun* const (&runs)[kRuns], kv_u64 rows) {
+  States x[kRuns];
+  Cursor cursors[kRuns];
+  for (int r = 0; r < kRuns; ++r) {
+    x[r].load(runs[r]->states);
+    cursors[r] = {runs[r]->words.next, runs[r]->words.safe};
+  }
+  const kv_u32 last_lanes = runs[0]->last_lanes;
+  const kv_u32 full_steps = runs[0]->steps - (last_lanes != kStates);
+  for (bool fault = false; rows > 0 && !fault; --rows) {
+    Magnitude magnitudes[kRuns];
+    for (kv_u32 step = 0; step < full_steps; ++step)
+      for (int r = 0; r < kRuns; ++r)
+        decode_step<true>(*runs[r], slots, x[r], cursors[r], step, kStates, magnitudes[r]);
+    if (last_lanes != kStates)
+      for (int r = 0; r < kRuns; ++r)
+        decode_step<true>(*runs[r], slots, x[r], cursors[r], full_steps, last_lanes, magnitudes[r]);
+    for (int r = 0; r < kRuns; ++r) {
+      runs[r]->fault |= magnitudes[r].reaches_limit();
+      fault |= runs[r]->fault;
+      runs[r]->emit();
+      ++runs[r]->token;
+    }
+  }
+  for (int r = 0; r < kRuns; ++r) {
+    x[r].store(runs[r]->states);
+    runs[r]->words.next = cursors[r].next;
+  }
+}
+
+// The tokens before `until` whose steps have to be told apart: about the last one of a block.
+KV_LEVEL void decode_ending(const kv_u32* slots, BlockRun& run, kv_u64 until) {
+  States x;
+  Cursor cursor{run.words.next, run.words.safe};
+  x.load(run.states);
+  for (; run.token < until && !run.fault; ++run.token) {
+    Magnitude magnitude;
+    for (kv_u32 step = 0; step < run.steps; ++step) {
+      if (!run.bare && run.token * run.steps + step == run.bare_from) {
+        x.store(run.states);
+        run.make_bare();
+        x.load(run.states);
+      }
+      const kv_u32 lanes = step + 1 < run.steps ? kStates : run.last_lanes;
+      if (run.bare)
+        decode_step<false>(run, slots, x, cursor, step, lanes, magnitude);
+      else
+        decode_step<true>(run, slots, x, cursor, step, lanes, magnitude);
+    }
+    run.fault |= magnitude.reaches_limit();
+    run.emit();
+  }
+  x.store(run.states);
+  run.words.next = cursor.next;
+}
+
+KV_LEVEL_CALL inline void decode_alone(const kv_u32* slots, BlockRun& run, kv_u64 until) {
+  BlockRun* const runs[1] = {&run};
+  if (!run.fault) decode_rows(slots, runs, run.plain_rows(until));
+  if (!run.fault) decode_ending(slots, run, until);
+}
+
+KV_LEVEL_CALL inline void decode_together(const kv_u32* slots, BlockRun& first, BlockRun& second) {
+  BlockRun* const runs[2] = {&first, &second};
+  decode_rows(slots, runs, std::min(first.plain_rows(first.stop()), second.plain_rows(second.stop())));
+}
+
+// One or two blocks from their first token to the last one wanted.
+inline void decode(const kv_u32* slots, BlockRun* const* runs, kv_u32 n_runs) {
+  for (kv_u32 r = 0; r < n_runs; ++r) {
+    if (runs[r]->sinks() > 0) {
+      runs[r]->enter(true);
+      decode_alone(slots, *runs[r], runs[r]->sinks());
+    }
+    runs[r]->enter(false);
+  }
+  if (kTogether && n_runs == 2 && !runs[0]->fault && !runs[1]->fault && runs[0]->steps == runs[1]->steps &&
+      runs[0]->last_lanes == runs[1]->last_lanes)
+    decode_together(slots, *runs[0], *runs[1]);
+  for (kv_u32 r = 0; r < n_runs; ++r) decode_alone(slots, *runs[r], runs[r]->stop());
+}

@@ -1,0 +1,120 @@
+"""TKV1 lanes as tables of a plan: independently decodable substreams into rows of an output."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from . import _core
+
+if TYPE_CHECKING:
+    from .plan import Placement, Targets
+
+# The structs of csrc/executor.hpp and csrc/lane.hpp, field by field.
+LANE_DTYPE = np.dtype(
+    [
+        ("offset", "u8"),
+        ("n_bytes", "u8"),
+        ("first_token", "u8"),
+        ("sink", "u8"),
+        ("channels", "u8"),
+        ("classes", "u8"),
+        ("payload", "u4"),
+        ("output", "u4"),
+        ("head", "u4"),
+        ("n_tokens", "u4"),
+        ("skip", "u4"),
+        ("row", "u4"),
+        ("width", "u4"),
+        ("n_classes", "u4"),
+        ("sink_div", "u4"),
+        ("unit", "f4"),
+        ("rope", "i4"),
+        ("rope_row", "u4"),
+        ("first_pair", "u4"),
+        ("n_pairs", "u4"),
+    ]
+)
+CHANNEL_DTYPE = np.dtype([("mean", "i4"), ("rho", "u4"), ("models", "u4"), ("output", "u4")])
+
+
+@dataclass(frozen=True, slots=True)
+class LaneTables:
+    """Channel and class tables of one stream's lanes, in lane order; built once per stream.
+
+    Attributes
+    ----------
+    lanes : (n_lanes,) LANE_DTYPE
+        With everything set that does not depend on the block; ``channels`` and ``classes``
+        count from the start of the tables here.
+    channels : (n,) CHANNEL_DTYPE
+    classes : (n,) uint8
+        Classes present in each lane.
+    prior : (7056,) uint32
+        Initial bit models of every class.
+    """
+
+    lanes: npt.NDArray[Any]
+    channels: npt.NDArray[Any]
+    classes: npt.NDArray[np.uint8]
+    prior: npt.NDArray[np.uint32]
+
+
+@dataclass(slots=True)
+class Lanes:
+    """All lanes of one plan."""
+
+    rows: list[npt.NDArray[Any]] = field(default_factory=list)
+    _tables: dict[int, tuple[LaneTables, int, int]] = field(default_factory=dict)
+    _n_channels: int = 0
+    _n_classes: int = 0
+
+    def add(
+        self,
+        tables: LaneTables,
+        entries: npt.NDArray[np.uint64],
+        first_token: int,
+        placement: Placement,
+        target: int,
+        rope: int,
+    ) -> None:
+        """Add one block's lanes; `target` and `rope` are indices into the plan's `Targets`."""
+        if id(tables) not in self._tables:
+            self._tables[id(tables)] = (tables, self._n_channels, self._n_classes)
+            self._n_channels += len(tables.channels)
+            self._n_classes += len(tables.classes)
+        _, channels, classes = self._tables[id(tables)]
+        lanes = tables.lanes.copy()
+        lanes["offset"], lanes["n_bytes"] = entries[:, 0], entries[:, 1]
+        lanes["channels"] += np.uint64(channels)
+        lanes["classes"] += np.uint64(classes)
+        lanes["first_token"] = first_token
+        lanes["payload"] = lanes["output"] = target
+        lanes["n_tokens"] = placement.stop - first_token
+        lanes["skip"] = placement.start - first_token
+        lanes["rope"] = rope
+        if placement.rope is not None:
+            lanes["rope_row"] = placement.start - placement.rope.first_token
+        self.rows.append(lanes)
+
+    def run(self, targets: Targets, n_threads: int) -> list[tuple[int, int, str]]:
+        """Decode all lanes: (status, index of the target, name of the lane) of those that fail."""
+        if not self.rows:
+            return []
+        lanes = np.concatenate(self.rows)
+        tables = [entry[0] for entry in self._tables.values()]
+        status = _core.run_lanes(
+            tables[0].prior,
+            lanes,
+            np.concatenate([t.channels for t in tables]),
+            np.concatenate([t.classes for t in tables]),
+            *targets.arguments(),
+            n_threads,
+        )
+        return [
+            (int(status[i]), int(lanes[i]["output"]), f"lane of head {lanes[i]['head']}: ")
+            for i in np.flatnonzero(status)
+        ]
