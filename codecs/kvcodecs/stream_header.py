@@ -1,6 +1,6 @@
 """The stream header of the quantising codecs: parameters and channel statistics as bytes.
 
-FORMAT.md section 3.3. The codecs differ in what stands between `sink_div` and the means.
+FORMAT.md sections 3.3 and 9.3. The codecs differ in what stands between `sink_div` and the means.
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ def pack_stream_header(params: QuantiserParams, *more: int) -> bytes:
         params.cls.tobytes(),
     ]
     if params.ar:
-        rho = np.append(params.rho, np.zeros(params.rho.size % 2, np.uint8))
-        head.append((rho[0::2] | rho[1::2] << 4).astype(np.uint8).tobytes())
+        head.append((params.rho[0::2] | params.rho[1::2] << 4).astype(np.uint8).tobytes())
     return b"".join(head)
 
 
@@ -97,7 +96,7 @@ def unpack_stream_header(
         raise Corrupt(f"{where}: step {step!r} over sink_div {sink_div}")
     n = spec.channels
     mean, at = read_zigzags(view, at, n)
-    rho_bytes = (n + 1) // 2 if ar else 0
+    rho_bytes = n // 2 if ar else 0
     if view.nbytes != at + n + rho_bytes:
         kind = Truncated if view.nbytes < at + n + rho_bytes else Corrupt
         raise kind(f"{where}: {view.nbytes} bytes for {n} channels")
@@ -105,10 +104,7 @@ def unpack_stream_header(
     rho = np.zeros(n, np.uint8)
     if ar:
         packed = np.frombuffer(view, np.uint8, rho_bytes, at + n)
-        both = np.stack([packed & 15, packed >> 4], axis=1).ravel()
-        if both[n:].any():
-            raise Corrupt(f"{where}: padding is not zero")
-        rho = both[:n].copy()
+        rho = np.stack([packed & 15, packed >> 4], axis=1).ravel()
     if not means_fit(mean):
         raise Corrupt(f"{where}: mean out of range")
     if (cls >= n_classes).any():
