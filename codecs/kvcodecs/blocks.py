@@ -119,7 +119,16 @@ class Blocks:
             )
         )
 
-    def arrays(self) -> tuple[Any, ...]:
+    def arrays(
+        self,
+    ) -> tuple[
+        npt.NDArray[Any],
+        npt.NDArray[Any],
+        npt.NDArray[np.int32],
+        npt.NDArray[np.uint8],
+        npt.NDArray[np.uint8],
+        npt.NDArray[np.uint32],
+    ]:
         """Return blocks, streams, and the mean, rho, class and order tables they index."""
         tables = [entry[0] for entry in self._tables.values()]
         streams = np.zeros(len(tables), STREAM_DTYPE)

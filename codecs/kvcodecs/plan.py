@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from .blocks import SIMD_LEVELS, BlockTables, Blocks
+from .blocks import SIMD_LEVELS, Blocks, BlockTables
 from .errors import Corrupt, InvalidArgument, Truncated
 from .frame import BytesLike
 from .lanes import Lanes, LaneTables
 from .rope import RopeTable, from_coded
-from .spec import FLOAT_DTYPES, KState, StreamSpec
+from .spec import F32, FLOAT_DTYPES, KState, StreamSpec
 
 if TYPE_CHECKING:
     from .codec import BlockCodec
@@ -66,12 +66,12 @@ class Placement:
 
 @dataclass(slots=True)
 class Targets:
-    """What the tables of a plan refer to by index: payload, output and name of each block, RoPEs."""
+    """What the tables of a plan refer to by index: of each block, and the RoPE tables."""
 
     payloads: list[BytesLike] = field(default_factory=list)
     outputs: list[npt.NDArray[Any]] = field(default_factory=list)
     where: list[str] = field(default_factory=list)
-    ropes: list[tuple[Any, Any]] = field(default_factory=list)
+    ropes: list[tuple[F32, F32]] = field(default_factory=list)
     _rope_index: dict[int, int] = field(default_factory=dict)
 
     def add(self, payload: BytesLike, placement: Placement) -> tuple[int, int]:
@@ -87,7 +87,9 @@ class Targets:
             self.ropes.append((cos, sin))
         return len(self.outputs) - 1, rope
 
-    def arguments(self) -> tuple[Any, ...]:
+    def arguments(
+        self,
+    ) -> tuple[list[BytesLike], list[npt.NDArray[Any]], list[int], list[tuple[F32, F32]]]:
         """Payloads, outputs, output types and RoPE tables as the core takes them."""
         outputs = [out if out.dtype == np.float32 else out.view(np.uint16) for out in self.outputs]
         types = [_OUTPUT_TYPES[out.dtype] for out in self.outputs]
@@ -190,7 +192,7 @@ class Plan:
     def decode_block(
         self, tables: BlockTables, payload: BytesLike, first_token: int, placement: Placement
     ) -> None:
-        """Add one KVR1 block; `tables` are its stream's, added once however many blocks use them."""
+        """Add one KVR1 block; `tables` are its stream's, added once for all its blocks."""
         target, rope = self._targets.add(payload, placement)
         self._blocks.add(tables, first_token, placement, target, rope)
 
