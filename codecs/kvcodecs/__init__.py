@@ -18,13 +18,15 @@ from .errors import (
     Truncated,
     Unsupported,
 )
+from .kvr1 import KVR1
 from .plan import Plan
 from .raw import Raw
 from .rope import Rope
 from .spec import StreamSpec
-from .tkv1.params import TKV1
+from .tkv1 import TKV1
 
 __all__ = [
+    "KVR1",
     "TKV1",
     "Closed",
     "Corrupt",

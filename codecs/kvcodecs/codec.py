@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 Chunks: TypeAlias = Callable[[], Iterable[F32]]
 
 # Modules load on first use: each codec costs an import only to those who meet it.
-_MODULES = {0: "raw", 1: "tkv1"}
-_NUMBERS = {"raw": 0, "tkv1": 1}
+_MODULES = {0: "raw", 1: "tkv1", 2: "kvr1"}
+_NUMBERS = {"raw": 0, "tkv1": 1, "kvr1": 2}
 
 
 class CodecConfig(Protocol):
@@ -138,7 +138,7 @@ def codec_by_name(name: str) -> BlockCodec:
 def codec_for(config: CodecConfig) -> BlockCodec:
     """Return the codec that `config` configures."""
     if not hasattr(config, "codec"):
-        raise InvalidArgument(f"codec {config!r}: give a configuration such as TKV1(rel_step=0.25)")
+        raise InvalidArgument(f"codec {config!r}: give a configuration such as KVR1(rel_step=0.25)")
     return codec_by_name(config.codec)
 
 

@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from .. import _core
-from ..frame import BytesLike
 from ..blocks import BlockTables
+from ..frame import BytesLike
 from ..quantiser import QuantiserConfig, QuantiserParams
 from ..spec import StreamSpec
 from ..stream_header import pack_stream_header, unpack_stream_header
