@@ -1,4 +1,4 @@
-"""The numcodecs class: any float array comes back within the bound, any damage is an error."""
+"""The numcodecs classes: any float array comes back within the bound, any damage is an error."""
 
 import json
 import subprocess
@@ -13,12 +13,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvcodecs.errors import Corrupt, InvalidArgument, KvError, Truncated, Unsupported
 from kvcodecs.frame import crc32c
-from kvcodecs.numcodecs_codecs import TKV1Codec
+from kvcodecs.numcodecs_codecs import KVR1Codec, TKV1Codec
 
 GOLDEN = Path(__file__).parent / "golden" / "tkv1"
 DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
 # Half an ulp of a value near 8, beyond the step: output rounding.
 ROUNDING = {"float16": 2.0**-8, "bfloat16": 2.0**-5, "float32": 2.0**-20, "float64": 2.0**-20}
+
+
+#: What the classes write: layouts of containers.
+every_layout = pytest.mark.parametrize("layout", ["lane", "stream", "kvr1"])
+
+
+def make_codec(layout, *args, **fields):
+    if layout == "kvr1":
+        return KVR1Codec(*args, **fields)
+    return TKV1Codec(*args, layout=layout, **fields)
 
 
 def make_array(shape=(2, 37, 8), dtype=np.float32, seed=0):
@@ -33,12 +43,12 @@ def bits(x):
     return np.ascontiguousarray(x).tobytes()
 
 
-@pytest.mark.parametrize("layout", ["lane", "stream"])
+@every_layout
 @pytest.mark.parametrize("kind", ["k", "v"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
 def test_round_trip_keeps_dtype_shape_and_bound(dtype, kind, layout):
     x = make_array(dtype=dtype)
-    codec = TKV1Codec(kind, step=0.25, block_tokens=16, layout=layout)
+    codec = make_codec(layout, kind, step=0.25, block_tokens=16)
     y = codec.decode(codec.encode(x))
     assert (y.dtype, y.shape) == (x.dtype, x.shape)
     bound = 0.25 / np.sqrt(2) if layout == "stream" and kind == "k" else 0.125
@@ -49,10 +59,11 @@ def test_round_trip_keeps_dtype_shape_and_bound(dtype, kind, layout):
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, ">f2", ">f4"], ids=str)
-def test_order_strides_and_write_protection_do_not_matter(dtype):
+@every_layout
+def test_order_strides_and_write_protection_do_not_matter(dtype, layout):
     x = make_array(dtype=dtype)
     x.flags.writeable = False
-    codec = TKV1Codec("k", step=0.1, block_tokens=16)
+    codec = make_codec(layout, "k", step=0.1, block_tokens=16)
     want = codec.encode(x)
     padded = np.zeros((4, 40, 24), x.dtype)
     view = padded[::2, :37, 8:16]
@@ -73,30 +84,29 @@ def test_order_strides_and_write_protection_do_not_matter(dtype):
         ("rmse", 0.05, 0.05 * np.sqrt(3)),
     ],
 )
-@pytest.mark.parametrize("layout", ["lane", "stream"])
+@every_layout
 def test_policies(layout, policy, value, largest):
     x = make_array((2, 300, 16))
-    codec = TKV1Codec("v", layout=layout, **{policy: value})
+    codec = make_codec(layout, "v", **{policy: value})
     error = distance(x, codec.decode(codec.encode(x)))
     assert largest / 2 < error.max() <= largest + 1e-6
     if policy == "rmse":
         assert 0.9 < np.sqrt((error[:, 4:] ** 2).mean()) / value < 1.05
 
 
-@pytest.mark.parametrize("layout", ["lane", "stream"])
+@every_layout
 @pytest.mark.parametrize("kind", ["k", "v"])
 def test_max_error_holds_on_the_output(kind, layout):
     x = make_array((2, 100, 16))
-    codec = TKV1Codec(kind, layout=layout, max_error=0.1)
+    codec = make_codec(layout, kind, max_error=0.1)
     assert distance(x, codec.decode(codec.encode(x))).max() <= 0.1 + 1e-6
 
 
-def test_bits_per_value_policy():
-    x = make_array((2, 256, 16))
-    for layout in ("lane", "stream"):
-        codec = TKV1Codec("v", layout=layout, bpv=4.0)
-        data = codec.encode(x)
-        assert 3.5 < 8 * len(data) / x.size < 4.3
+@every_layout
+def test_bits_per_value_policy(layout):
+    x = make_array((2, 256, 64))
+    data = make_codec(layout, "v", bpv=4.0).encode(x)
+    assert 3.7 < 8 * len(data) / x.size < 4.2
 
 
 def test_configuration_round_trips_through_json():
@@ -104,19 +114,24 @@ def test_configuration_round_trips_through_json():
         TKV1Codec(),
         TKV1Codec("k", max_error=0.25, lane_channels=4, ar=False, sink=0),
         TKV1Codec("k", layout="stream", theta=1e4, pre_rope=False, bpv=3.0),
+        KVR1Codec(),
+        KVR1Codec("k", rmse=0.25, ar=False, sink=0, sink_div=512, block_tokens=77),
     ):
         config = json.loads(json.dumps(codec.get_config()))
         assert numcodecs.get_codec(config) == codec
         assert numcodecs.get_codec(config).get_config() == config
         assert repr(eval(repr(codec))) == repr(codec)
-    assert TKV1Codec().get_config()["rel_step"] == 0.25
-    assert TKV1Codec() != TKV1Codec("k")
+    for codec_class in (TKV1Codec, KVR1Codec):
+        assert codec_class().get_config()["rel_step"] == 0.25
+        assert codec_class() != codec_class("k")
+    assert KVR1Codec() != TKV1Codec()
 
 
-def test_numcodecs_finds_the_class_by_itself():
+@pytest.mark.parametrize("name", ["tkv1", "kvr1"])
+def test_numcodecs_finds_the_class_by_itself(name):
     program = (
         "import sys, numcodecs, numpy as np\n"
-        "codec = numcodecs.get_codec({'id': 'tkv1', 'kind': 'k', 'step': 0.5})\n"
+        f"codec = numcodecs.get_codec({{'id': {name!r}, 'kind': 'k', 'step': 0.5}})\n"
         "x = np.ones((1, 3, 2), 'f2')\n"
         "assert (codec.decode(codec.encode(x)) == x).all()\n"
         "assert 'kvstore' not in sys.modules\n"
@@ -126,9 +141,35 @@ def test_numcodecs_finds_the_class_by_itself():
 
 def test_any_configuration_decodes_any_container():
     x = make_array((3, 20, 4))
-    for writer in (TKV1Codec("k", step=0.5, lane_channels=2), TKV1Codec("k", layout="stream")):
+    writers = (
+        TKV1Codec("k", step=0.5, lane_channels=2),
+        TKV1Codec("k", layout="stream"),
+        KVR1Codec("k", step=0.5),
+    )
+    for writer in writers:
         data = writer.encode(x)
-        assert bits(TKV1Codec().decode(data)) == bits(writer.decode(data))
+        for reader in (TKV1Codec(), KVR1Codec()):
+            assert bits(reader.decode(data)) == bits(writer.decode(data))
+    lane, _, kvr1 = (writer.encode(x) for writer in writers)
+    assert bits(TKV1Codec().decode(lane)) == bits(TKV1Codec().decode(kvr1))
+
+
+@every_layout
+def test_a_container_of_another_layout_is_corrupt(layout):
+    """The layout is part of what the head says, and frames say their codec."""
+    data = bytearray(make_codec(layout, "k", step=0.5).encode(make_array((1, 8, 2))))
+    end = 20 + int.from_bytes(data[8:16], "little")
+    for other in {0, 1, 2} - {data[20]}:
+        data[20] = other
+        data[16:20] = crc32c(data[:16], data[20:end]).to_bytes(4, "little")
+        with pytest.raises((Corrupt, Truncated)):
+            TKV1Codec().decode(data)
+
+
+def test_files_are_tkv1s_alone():
+    file = (GOLDEN / "synth_v_lane2.tkv").read_bytes()
+    with pytest.raises(Corrupt):
+        KVR1Codec().decode(file)
 
 
 @pytest.mark.parametrize("name", ["synth_v_lane2", "synth_k_stream", "synth_v_lane_n1"])
@@ -144,11 +185,11 @@ def test_bare_files_decode_to_float32(name):
     assert bits(out) == bits(y)
 
 
-@pytest.mark.parametrize("layout", ["lane", "stream"])
+@every_layout
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
 def test_out_is_filled_and_returned(dtype, layout):
     x = make_array(dtype=dtype)
-    codec = TKV1Codec("v", step=0.25, block_tokens=16, layout=layout)
+    codec = make_codec(layout, "v", step=0.25, block_tokens=16)
     data = codec.encode(x)
     want = codec.decode(data)
     wide = np.zeros((2, 40, 16), dtype)
@@ -169,10 +210,10 @@ def test_out_is_filled_and_returned(dtype, layout):
             codec.decode(data, out=bytearray(size))
 
 
-@pytest.mark.parametrize("layout", ["lane", "stream"])
+@every_layout
 def test_no_tokens(layout):
     for policy in ({}, {"bpv": 3.0}, {"step": 0.5}):
-        codec = TKV1Codec("k", layout=layout, **policy)
+        codec = make_codec(layout, "k", **policy)
         data = codec.encode(np.empty((3, 0, 8), np.float16))
         y = codec.decode(data)
         assert (y.shape, y.dtype) == ((3, 0, 8), np.float16)
@@ -192,7 +233,7 @@ def test_no_tokens(layout):
     pairs=st.integers(1, 6),
     block=st.integers(1, 50),
     kind=st.sampled_from("kv"),
-    layout=st.sampled_from(["lane", "stream"]),
+    layout=st.sampled_from(["lane", "stream", "kvr1"]),
     sink=st.integers(0, 9),
     sink_div=st.sampled_from([1, 3, 16]),
     ar=st.booleans(),
@@ -205,8 +246,8 @@ def test_any_geometry(
     x = make_array((heads, n_tokens, 2 * pairs), seed=seed)
     if constant:
         x[...] = x[0, 0, 0]
-    codec = TKV1Codec(
-        kind, step=0.3, block_tokens=block, sink=sink, sink_div=sink_div, ar=ar, layout=layout
+    codec = make_codec(
+        layout, kind, step=0.3, block_tokens=block, sink=sink, sink_div=sink_div, ar=ar
     )
     y = codec.decode(codec.encode(x))
     bound = 0.3 / np.sqrt(2) if layout == "stream" and kind == "k" else 0.15
@@ -215,9 +256,9 @@ def test_any_geometry(
     assert codec.encode(x) == codec.encode(x)
 
 
-@pytest.mark.parametrize("layout", ["lane", "stream"])
+@every_layout
 def test_every_truncation_is_truncated(layout):
-    data = TKV1Codec("k", step=0.5, block_tokens=2, layout=layout).encode(make_array((1, 5, 2)))
+    data = make_codec(layout, "k", step=0.5, block_tokens=2).encode(make_array((1, 5, 2)))
     for n in range(len(data)):
         with pytest.raises(Truncated):
             TKV1Codec().decode(data[:n])
@@ -225,9 +266,9 @@ def test_every_truncation_is_truncated(layout):
         TKV1Codec().decode(data + b"\0")
 
 
-@pytest.mark.parametrize("layout", ["lane", "stream"])
+@every_layout
 def test_every_flip_is_an_error(layout):
-    data = TKV1Codec("k", step=0.5, block_tokens=2, layout=layout).encode(make_array((1, 5, 2)))
+    data = make_codec(layout, "k", step=0.5, block_tokens=2).encode(make_array((1, 5, 2)))
     for at in range(len(data)):
         for bit in range(8):
             bad = bytearray(data)
@@ -236,8 +277,9 @@ def test_every_flip_is_an_error(layout):
                 TKV1Codec().decode(bad)
 
 
-def test_frames_out_of_place_are_corrupt():
-    codec = TKV1Codec("k", step=0.5, block_tokens=4)
+@pytest.mark.parametrize("layout", ["lane", "kvr1"])
+def test_frames_out_of_place_are_corrupt(layout):
+    codec = make_codec(layout, "k", step=0.5, block_tokens=4)
     a, b = codec.encode(make_array((1, 8, 2))), codec.encode(make_array((1, 8, 2), seed=1))
     head = 20 + int.from_bytes(a[8:16], "little")
     first = head + 76 + int.from_bytes(a[head + 24 : head + 32], "little")
@@ -255,7 +297,7 @@ def test_frames_out_of_place_are_corrupt():
 @pytest.mark.parametrize(
     ("offset", "new", "kind"),
     [
-        (0, b"\x02", Unsupported),  # layout
+        (0, b"\x03", Unsupported),  # layout
         (1, b"\x04", Unsupported),  # dtype
         (2, b"\x02", Unsupported),  # kind
         (3, b"\x04", Unsupported),  # memory
@@ -268,9 +310,9 @@ def test_frames_out_of_place_are_corrupt():
         (16, bytes(8), Corrupt),
     ],
 )
-@pytest.mark.parametrize("layout", ["lane", "stream"])
+@every_layout
 def test_head_is_checked_behind_a_right_checksum(layout, offset, new, kind):
-    data = bytearray(TKV1Codec("k", step=0.5, layout=layout).encode(make_array((1, 8, 2))))
+    data = bytearray(make_codec(layout, "k", step=0.5).encode(make_array((1, 8, 2))))
     end = 20 + int.from_bytes(data[8:16], "little")
     data[20 + offset : 20 + offset + len(new)] = new
     data[16:20] = crc32c(data[:16], data[20:end]).to_bytes(4, "little")
@@ -279,21 +321,21 @@ def test_head_is_checked_behind_a_right_checksum(layout, offset, new, kind):
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("layout", ["lane", "stream"])
+@every_layout
 def test_values_that_are_not_finite_are_named(layout, bad):
     x = make_array((2, 9, 4))
     x[1, 7, 2] = x[1, 8, 0] = bad
     with pytest.raises(InvalidArgument, match="head 1, token 7, channel 2"):
-        TKV1Codec("k", layout=layout).encode(x)
+        make_codec(layout, "k").encode(x)
     wide = make_array((2, 9, 4), np.float64)
     wide[0, 3, 1] = 1e300
     with pytest.raises(InvalidArgument, match="head 0, token 3, channel 1"):
-        TKV1Codec("k", layout=layout).encode(wide)
+        make_codec(layout, "k").encode(wide)
 
 
-@pytest.mark.parametrize("layout", ["lane", "stream"])
+@every_layout
 def test_what_may_overflow_its_dtype_is_refused(layout):
-    codec = TKV1Codec("v", step=100.0, sink=0, layout=layout)
+    codec = make_codec(layout, "v", step=100.0, sink=0)
     x = np.full((1, 4, 2), 65500.0, np.float16)
     with pytest.raises(InvalidArgument, match="float16"):
         codec.encode(x)
@@ -302,12 +344,16 @@ def test_what_may_overflow_its_dtype_is_refused(layout):
     codec.decode(codec.encode((x / 2).astype(np.float16)))
 
 
-@pytest.mark.parametrize("layout", ["lane", "stream"])
+@every_layout
 def test_step_too_small_is_refused(layout):
     with pytest.raises(InvalidArgument):
-        TKV1Codec("v", step=1e-9, layout=layout).encode(make_array((1, 8, 2)) * 1e3)
-    with pytest.raises(InvalidArgument):
-        TKV1Codec("v", step=1e-44).encode(make_array((1, 8, 2)))
+        make_codec(layout, "v", step=1e-9).encode(make_array((1, 8, 2)) * 1e3)
+
+
+@pytest.mark.parametrize("layout", ["lane", "kvr1"])
+def test_a_unit_below_float32_is_refused(layout):
+    with pytest.raises(InvalidArgument, match="float32"):
+        make_codec(layout, "v", step=1e-44).encode(make_array((1, 8, 2)))
 
 
 @pytest.mark.parametrize(
@@ -331,6 +377,9 @@ def test_step_too_small_is_refused(layout):
 def test_configurations_that_are_refused(fields):
     with pytest.raises(InvalidArgument):
         TKV1Codec(**fields)
+    if not {"layout", "lane_channels", "theta", "pre_rope"} & set(fields):
+        with pytest.raises(InvalidArgument):
+            KVR1Codec(**fields)
 
 
 @pytest.mark.parametrize(
@@ -347,9 +396,10 @@ def test_configurations_that_are_refused(fields):
     ],
     ids=lambda x: f"{x.dtype.name}{x.shape}",
 )
-def test_arrays_that_are_refused(x):
+@every_layout
+def test_arrays_that_are_refused(x, layout):
     with pytest.raises(InvalidArgument):
-        TKV1Codec("k", step=0.5).encode(x)
+        make_codec(layout, "k", step=0.5).encode(x)
 
 
 def test_lane_channels_must_divide_head_dim():
@@ -359,16 +409,17 @@ def test_lane_channels_must_divide_head_dim():
 
 @pytest.mark.parametrize("data", [b"", b"KV", b"TKV1", b"KVC1", b"KVF1" + bytes(80), bytes(100)])
 def test_other_bytes_are_refused(data):
-    with pytest.raises((Corrupt, Truncated)):
-        TKV1Codec().decode(data)
+    for codec in (TKV1Codec(), KVR1Codec()):
+        with pytest.raises((Corrupt, Truncated)):
+            codec.decode(data)
 
 
 @pytest.mark.parametrize("order", ["C", "F"])
 @pytest.mark.parametrize("dtype", ["<f4", ">f4", "<f2", ">f2", "<f8", ">f8"])
-@pytest.mark.parametrize("layout", ["lane", "stream"])
+@every_layout
 def test_byte_order_and_memory_layout_come_back(dtype, order, layout):
     x = np.asarray(make_array(), dtype=dtype, order=order)
-    codec = TKV1Codec("v", step=0.25, layout=layout)
+    codec = make_codec(layout, "v", step=0.25)
     data = codec.encode(x)
     y = codec.decode(data)
     assert y.dtype == x.dtype
@@ -385,7 +436,8 @@ def test_byte_order_and_memory_layout_come_back(dtype, order, layout):
 
 @pytest.mark.parametrize("order", ["C", "F"])
 @pytest.mark.parametrize("dtype", ["<f4", ">f4", "<f2"])
-def test_zarr_format_2_arrays(tmp_path, dtype, order):
+@every_layout
+def test_zarr_format_2_arrays(tmp_path, dtype, order, layout):
     import zarr
 
     x = make_array((2, 300, 8)).astype(dtype)
@@ -396,7 +448,7 @@ def test_zarr_format_2_arrays(tmp_path, dtype, order):
         dtype=dtype,
         order=order,
         zarr_format=2,
-        compressors=TKV1Codec("v", step=0.25, sink=0),
+        compressors=make_codec(layout, "v", step=0.25, sink=0),
     )
     z[:] = x
     for stored in (z, zarr.open(tmp_path / "a.zarr", mode="r")):
@@ -405,8 +457,9 @@ def test_zarr_format_2_arrays(tmp_path, dtype, order):
         np.testing.assert_array_equal(stored[1, 100:200, 3], stored[:][1, 100:200, 3])
 
 
-def test_buffers_that_cannot_be_used():
-    codec = TKV1Codec("v", step=0.25)
+@every_layout
+def test_buffers_that_cannot_be_used(layout):
+    codec = make_codec(layout, "v", step=0.25)
     x = make_array()
     data = codec.encode(x)
     fixed = np.zeros_like(x)
@@ -419,4 +472,4 @@ def test_buffers_that_cannot_be_used():
             codec.decode(buf)
     for block_tokens in (128.5, True, "128"):
         with pytest.raises(InvalidArgument, match="block_tokens"):
-            TKV1Codec(block_tokens=block_tokens)
+            make_codec(layout, block_tokens=block_tokens)

@@ -27,6 +27,7 @@ from .container import (
 )
 from .errors import Corrupt, InvalidArgument, Truncated
 from .frame import seal_record
+from .kvr1 import KVR1
 from .quantiser import QuantiserConfig
 from .spec import F32, KINDS, MAX_BLOCK_TOKENS, MAX_VALUES, Kind, StreamSpec
 from .tensor import as_float32, check_tensor
@@ -273,6 +274,66 @@ class TKV1Codec(_ArrayCodec):
         target = _Target(out, Head("lane", 0, "k", 0, heads, head_dim, 1, file.n_tokens))
         decode_file(file, target.array)
         return target.deliver()
+
+
+class KVR1Codec(_ArrayCodec):
+    """KVR1 for numcodecs: ``[heads][tokens][head_dim]`` floats to bytes, within a bound.
+
+    Parameters
+    ----------
+    kind
+        ``"k"`` or ``"v"``, kept with the array.
+    rel_step, step, max_error, rmse, bpv
+        At most one. `step`: values decode within ``step / 2``. `max_error`: that half.
+        `rel_step`: the step as a fraction of the RMS of the array, 1/4 if nothing is given.
+        `rmse`: the expected root mean square error. `bpv`: the finest step that needs no more
+        bits per value.
+    block_tokens
+        Tokens per block, at most 2^20.
+    sink, sink_div
+        The first `sink` tokens are coded `sink_div` times finer, at most 512.
+    ar
+        Predict each channel from its previous token.
+
+    Raises
+    ------
+    InvalidArgument
+        A value out of range, or two policies.
+
+    Notes
+    -----
+    Lossy: ``|x - y| <= step / 2``, computed in float32, plus half an ulp of the dtype for what
+    is not float32. Encoding is deterministic. An array whose decoded values might overflow its
+    dtype is refused.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> codec = KVR1Codec(kind="v", step=0.5)
+    >>> x = np.linspace(-1, 1, 12, dtype="f2").reshape(1, 3, 4)
+    >>> y = codec.decode(codec.encode(x))
+    >>> y.dtype, y.shape, bool(abs(x - y).max() <= 0.25)
+    (dtype('float16'), (1, 3, 4), True)
+    """
+
+    codec_id = "kvr1"
+
+    def __init__(
+        self,
+        kind: Kind = "v",
+        *,
+        rel_step: float | None = None,
+        step: float | None = None,
+        max_error: float | None = None,
+        rmse: float | None = None,
+        bpv: float | None = None,
+        block_tokens: int = 128,
+        sink: int = 4,
+        sink_div: int = 16,
+        ar: bool = True,
+    ) -> None:
+        asked = KVR1(rel_step, step, max_error, rmse, bpv, sink, sink_div, ar)
+        super().__init__(kind, asked, block_tokens, "kvr1")
 
 
 class _Target:
