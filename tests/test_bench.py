@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from kvcodecs.blocks import SIMD_LEVELS
 from kvcodecs.errors import Corrupt
 from kvtools import bench, cli
-from kvtools.bench import processes, rows
-from kvtools.bench.codec import check_bound, decode_all, encode_all
+from kvtools.bench import byte_coders, peers, processes, rows, speed
+from kvtools.bench.codec import (
+    check_bound,
+    decode_all,
+    empty_like,
+    encode_all,
+    rivals,
+    sources_of,
+)
 from kvtools.sample import load_sample
 from kvtools.tensorfile import TensorWriter
 
 import kvstore
 
-CHEAP = ["file", "open", "append", "codec"]
+CHEAP = ["file", "open", "append", "codec", "rate", "peers"]
 
 
 @pytest.fixture(autouse=True)
@@ -29,6 +38,8 @@ def small(monkeypatch):
     monkeypatch.setattr(archive, "APPENDS", 2)
     monkeypatch.setattr(bench, "RANGE_TOKENS", (1024, 1500))
     monkeypatch.setattr(bench, "IMPORT_REPS", 1)
+    monkeypatch.setattr(speed, "ROUNDS_PER_REP", 1)
+    monkeypatch.setattr(speed, "LEAST_SECONDS", 0.0)
 
 
 def test_cheap_groups(capsys, tmp_path):
@@ -45,7 +56,17 @@ def test_cheap_groups(capsys, tmp_path):
     everything = found["file", "everything", "bits per value"]
     assert 2 < payload < everything < found["file", "file", "bits per value"]
     assert found["append", "bytes written", "kB per commit"] > 0
-    assert report["context"]["codec"].startswith("tkv1 rel_step=0.25 ")
+    assert report["context"]["codec"].startswith("kvr1 rel_step=0.25 ")
+    names = {name for group, name, _ in found if group == "codec"}
+    for name in ("tkv1 encode", "kvr1 encode from float16", "kvr1 encode / tkv1 encode"):
+        assert name in names
+    assert {f"kvr1 decode to float16, {level}" for level in SIMD_LEVELS} <= names
+    for name in ("rel_step 0.25 K", "rel_step 1 V", "rel_step 0.125 K and V"):
+        old, new = (found["rate", f"{c}, {name}", "bits per value"] for c in ("tkv1", "kvr1"))
+        assert found["rate", f"kvr1 / tkv1, {name}", "%"] == pytest.approx(100 * new / old)
+        assert 0.9 < new / old < 1.1
+    size = found["codec", "kvr1 size", "bits per value"]
+    assert found["peers", "kvr1, size", "bits per value"] == size
     with path.open(newline="") as file:
         written = list(csv.DictReader(file))
     assert len(written) == len(report["rows"])
@@ -62,15 +83,27 @@ def test_range_import_and_memory(capsys):
 
 
 def test_raw_codec(capsys):
-    assert cli.main(["bench", "--codec", "raw", "--reps", "1", "--only", "codec,file"]) == 0
-    assert "bits per value" in capsys.readouterr().out
+    argv = ["bench", "--codec", "raw", "--reps", "1", "--only", "codec,file,rate"]
+    assert cli.main(argv) == 0
+    out = capsys.readouterr().out
+    assert "raw decode to float16" in out
+    assert "tkv1" not in out
+
+
+def test_rivals():
+    asked = kvstore.TKV1(max_error=0.1, sink=2, sink_div=8, ar=False, lane_channels=16)
+    other = kvstore.KVR1(max_error=0.1, sink=2, sink_div=8, ar=False)
+    assert rivals(asked) == {"tkv1": asked, "kvr1": other}
+    assert list(rivals(other)) == ["kvr1", "tkv1"]
+    assert rivals(kvstore.TKV1(sink_div=1000)) == {"tkv1": kvstore.TKV1(sink_div=1000)}
+    assert rivals(kvstore.Raw()) == {"raw": kvstore.Raw()}
 
 
 def test_wrong_values_are_noticed():
     sample = load_sample()
     config = kvstore.TKV1()
-    streams = encode_all(config, sample, 512)
-    outputs = [np.empty_like(stream.x) for stream in streams]
+    streams = encode_all(config, sources_of(sample), 512)
+    outputs = empty_like(streams, np.float32)
     decode_all(config, streams, outputs, 1)
     for stream, out in zip(streams, outputs, strict=True):
         check_bound(stream, out, config)
@@ -80,12 +113,98 @@ def test_wrong_values_are_noticed():
             check_bound(stream, out, config)
 
 
-def test_medians(monkeypatch):
-    times = iter([0, 1, 10, 15, 20, 21, 30, 39])
-    monkeypatch.setattr(rows.time, "perf_counter", lambda: float(next(times)))
+@pytest.mark.parametrize("way", ["encode", "decode", "values"])
+def test_differences_are_noticed(monkeypatch, way):
+    sample = load_sample().tiled(64)
+    coded, decoded = speed.encode_all, speed.decode_all
+
+    def encode(config, sources, block, n_threads=1):
+        sources = [replace(s, x=s.x + (n_threads > 1)) for s in sources]
+        return coded(config, sources, block, n_threads)
+
+    def decode(config, streams, outputs, n_threads, simd=None):
+        decoded(config, streams, outputs, n_threads, simd)
+        if way == "values" or n_threads > 1:
+            bound = streams[0].params.step / 2
+            outputs[0][0, -1, 0] += bound if config.codec == "tkv1" else 0
+
+    monkeypatch.setattr(speed, "available_cpus", lambda: 2)
+    monkeypatch.setattr(
+        speed, *(("encode_all", encode) if way == "encode" else ("decode_all", decode))
+    )
+    monkeypatch.setattr(speed, "check_bound", lambda *_: None)
+    words = {
+        "encode": "frames",
+        "decode": "threads: layer 0 k differs",
+        "values": "and kvr1 differ",
+    }
+    with pytest.raises(Corrupt, match=words[way]):
+        speed.measure_codec(kvstore.TKV1(), sample, 1)
+
+
+def test_times_are_compared_within_rounds(monkeypatch):
+    # Start and end of each call: a round to see how long they are, then three.
+    wall = iter([0, 1, 0, 2, 0, 1, 0, 7, 0, 10, 0, 50, 0, 2, 0, 12])
+    monkeypatch.setattr(rows.time, "perf_counter", lambda: float(next(wall)))
+    monkeypatch.setattr(rows.time, "process_time", lambda: 0.0)
     calls = []
-    assert rows.interleaved_seconds([lambda: calls.append(1), lambda: calls.append(2)], 2) == [1, 7]
-    assert calls == [1, 2] * 3
+    times = rows.interleaved([lambda: calls.append(1), lambda: calls.append(2)], 3)
+    assert calls == [1, 2] * 4
+    assert [times.seconds(0), times.seconds(1)] == [2, 12]
+    assert times.ratio(1, 0) == 6
+
+
+def test_short_actions_are_called_several_times(monkeypatch):
+    monkeypatch.setattr(rows.time, "perf_counter", lambda: 4.0 * len(calls))
+    monkeypatch.setattr(rows.time, "process_time", lambda: 3.0 * len(calls))
+    calls = []
+    times = rows.interleaved([lambda: calls.append(1)], 2, least_seconds=10)
+    assert len(calls) == 1 + 2 * 3
+    assert (times.seconds(0), times.seconds(0, "cpu")) == (4, 3)
+
+
+@pytest.mark.parametrize("codec", peers.make(), ids=lambda codec: codec.name)
+def test_peers(codec):
+    sample = load_sample().tiled(1280)
+    k, v = (np.stack(x) for x in (sample.k, sample.v))
+    bounds = ([0.25, 0.125], [0.0625, 0.03125])
+    coded = codec.encode(k, v, *bounds, [7, 9])
+    out = codec.decode(coded, (np.zeros_like(k), np.zeros_like(v)))
+    for x, y, layers in zip((k, v), out, bounds, strict=True):
+        for layer, bound in enumerate(layers):
+            error = np.abs(x[layer].astype(np.float64) - y[layer]).max()
+            assert bound / 2 < error < 1.1 * bound  # float16 rounds
+    size = codec.nbytes(coded)
+    assert 2 < 8 * size / (k.size + v.size) < 8
+    for index in (0, 5, 9):
+        part = [np.zeros((2, 3, peers.UNIT_TOKENS, 64), np.float16) for _ in "kv"]
+        codec.decode_block(coded, index, part)
+        here = slice(index * peers.UNIT_TOKENS, (index + 1) * peers.UNIT_TOKENS)
+        for x, y in zip(part, out, strict=True):
+            assert np.array_equal(x, y[:, :, here])
+    frames = coded["B"][1][0][1]
+    frames[0] = frames[0][:-1] + bytes([frames[0][-1] ^ 1])
+    with pytest.raises(Corrupt, match="crc32c"):
+        codec.decode(coded, out)
+
+
+@pytest.mark.parametrize("peer", byte_coders._peers(), ids=lambda peer: peer.name)
+def test_byte_coders(peer):
+    x = np.random.default_rng(0).standard_normal((2, 100, 6), dtype=np.float32)
+    x[1, 2, 3], x[0, 99, 5], x[0, 0, 0] = 1e4, -1e5, 12.7  # beyond int8, and just within
+    out = np.zeros_like(x)
+    packed = peer.encode(x, 0.1)
+    peer.decode(packed, 0.1, out)
+    assert np.abs(out[np.abs(x) < 20] - x[np.abs(x) < 20]).max() < 0.0501
+    assert out[1, 2, 3] == pytest.approx(1e4)
+    assert out[0, 99, 5] == pytest.approx(-1e5)
+    assert packed.n_bytes == len(packed.data) + 2 * 8 + 4
+
+
+def test_byte_coders_are_checked(monkeypatch):
+    monkeypatch.setattr(byte_coders._Peer, "decode", lambda *_: None)
+    with pytest.raises(Corrupt, match="zstd-1 is"):
+        byte_coders.measure_peers(kvstore.KVR1(), load_sample().tiled(64), 1)
 
 
 def test_growth_is_never_negative():

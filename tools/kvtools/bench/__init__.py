@@ -69,9 +69,21 @@ _Group = Callable[[argparse.Namespace, CodecConfig, Sample, Path], list[Row]]
 
 
 def _codec(args: argparse.Namespace, config: CodecConfig, sample: Sample, _: Path) -> list[Row]:
-    from kvtools.bench.codec import block_tokens, measure_codec
+    from kvtools.bench.speed import measure_codec
 
-    return measure_codec(config, sample, block_tokens(sample), args.reps)
+    return measure_codec(config, sample, args.reps)
+
+
+def _rate(args: argparse.Namespace, config: CodecConfig, sample: Sample, _: Path) -> list[Row]:
+    from kvtools.bench.rate import measure_rate
+
+    return measure_rate(config, sample)
+
+
+def _peers(args: argparse.Namespace, config: CodecConfig, sample: Sample, _: Path) -> list[Row]:
+    from kvtools.bench.byte_coders import measure_peers
+
+    return measure_peers(config, sample, args.reps)
 
 
 def _file(args: argparse.Namespace, config: CodecConfig, sample: Sample, path: Path) -> list[Row]:
@@ -117,6 +129,8 @@ def _memory(args: argparse.Namespace, config: CodecConfig, sample: Sample, path:
 
 GROUPS: dict[str, _Group] = {
     "codec": _codec,
+    "rate": _rate,
+    "peers": _peers,
     "file": _file,
     "range": _range,
     "open": _open,

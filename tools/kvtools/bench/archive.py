@@ -14,8 +14,8 @@ from kvcodecs.plan import Plan
 from kvcodecs.spec import F32, KINDS, Kind
 
 import kvstore
-from kvtools.bench.codec import encode_stream
-from kvtools.bench.rows import Row, interleaved_seconds, median_seconds
+from kvtools.bench.codec import Source, encode_stream
+from kvtools.bench.rows import Row, interleaved, median_seconds
 from kvtools.sample import Sample
 
 N_SESSIONS = 100
@@ -82,7 +82,7 @@ def measure_range(
         for (layer, kind), expected in found.items():
             if not np.array_equal(sessions[0].read(layer, kind, *span, dtype="float32"), expected):
                 raise Corrupt("a range differs from the pure decode of its lanes")
-        times = interleaved_seconds(
+        times = interleaved(
             [
                 lambda: sessions[0].read_all(*span, dtype="float32"),
                 lambda: sessions[1].read_all(*span, dtype="float32"),
@@ -92,11 +92,11 @@ def measure_range(
         )
     note = f"tokens {span[0]}:{span[1]} of {sample.model.n_layers} layers"
     return [
-        Row("range", f"from {lengths[0]} tokens", 1e3 * times[0], "ms", note),
-        Row("range", f"from {lengths[1]} tokens", 1e3 * times[1], "ms", note),
-        Row("range", "pure decode", 1e3 * times[2], "ms", note),
-        Row("range", "long / short", times[1] / times[0], "ratio"),
-        Row("range", "short / pure decode", times[0] / times[2], "ratio"),
+        Row("range", f"from {lengths[0]} tokens", 1e3 * times.seconds(0), "ms", note),
+        Row("range", f"from {lengths[1]} tokens", 1e3 * times.seconds(1), "ms", note),
+        Row("range", "pure decode", 1e3 * times.seconds(2), "ms", note),
+        Row("range", "long / short", times.ratio(1, 0), "ratio"),
+        Row("range", "short / pure decode", times.ratio(0, 2), "ratio"),
     ]
 
 
@@ -110,8 +110,7 @@ def _pure_decode(
     for layer in range(sample.model.n_layers):
         for kind, tensors in zip(KINDS, (sample.k, sample.v), strict=True):
             spec = sample.model.stream(layer, kind)
-            x = np.ascontiguousarray(tensors[layer], np.float32)
-            stream = encode_stream(config, spec, layer, x, blocks[layer, kind])
+            stream = encode_stream(config, Source(layer, spec, tensors[layer]), blocks[layer, kind])
             out = np.empty((spec.heads, span[1] - span[0], spec.head_dim), np.float32)
             outputs[layer, kind] = out
             for frame in stream.frames:
@@ -136,7 +135,7 @@ def measure_open(config: CodecConfig, sample: Sample, folder: Path, reps: int) -
             fill(archive, f"user/{index}", tiny, config)
     if len(_names(path)) != N_SESSIONS:
         raise Corrupt(f"{path}: sessions are missing")
-    times = interleaved_seconds(
+    times = interleaved(
         [
             lambda: kvstore.open(path).close(),
             lambda: _session(path),
@@ -146,9 +145,9 @@ def measure_open(config: CodecConfig, sample: Sample, folder: Path, reps: int) -
     )
     note = f"{N_SESSIONS} sessions, opened and closed"
     return [
-        Row("open", name, 1e3 * seconds, "ms", note)
-        for name, seconds in zip(
-            ("archive", "archive and one session", "archive and all names"), times, strict=True
+        Row("open", name, 1e3 * times.seconds(index), "ms", note)
+        for index, name in enumerate(
+            ("archive", "archive and one session", "archive and all names")
         )
     ]
 

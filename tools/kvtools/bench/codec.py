@@ -1,47 +1,98 @@
-"""Group `codec`: frames in memory, without an archive."""
+"""Streams coded to frames in memory, without an archive, and checked."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from kvcodecs.codec import CodecConfig, codec_for
+from kvcodecs.codec import CodecConfig, codec_for, config_from_json
 from kvcodecs.errors import Corrupt
-from kvcodecs.frame import open_frame, pack_frame
-from kvcodecs.plan import Plan, available_cpus
-from kvcodecs.spec import F32, KINDS, Kind, StreamSpec
+from kvcodecs.frame import header_tag, open_frame, pack_frame
+from kvcodecs.plan import Plan
+from kvcodecs.quantiser import QuantiserConfig
+from kvcodecs.spec import KINDS, StreamSpec
+from kvcodecs.tensor import as_float32
 
 from kvstore.layout import auto_block_tokens
-from kvtools.bench.rows import Row, interleaved_seconds
 from kvtools.sample import Sample
+
+Floats = npt.NDArray[Any]
+
+_RIVALS = {"tkv1": "kvr1", "kvr1": "tkv1"}
+_SHARED = {field.name for field in fields(QuantiserConfig)}
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Values of one stream, ``[heads][tokens][head_dim]`` of the coded domain, any float dtype."""
+
+    layer: int
+    spec: StreamSpec
+    x: Floats
+
+    @property
+    def name(self) -> str:
+        return f"layer {self.layer} {self.spec.kind}"
 
 
 @dataclass(frozen=True, slots=True)
 class CodedStream:
-    """One stream of the data: its values, its parameters and its frames."""
+    """One stream as an archive stores it: its parameters, their header, its frames."""
 
-    layer: int
-    kind: Kind
-    spec: StreamSpec
-    x: F32
+    source: Source
     params: Any
+    header: bytes
     frames: list[bytes]
+
+    @property
+    def n_bytes(self) -> int:
+        """Every byte: stream header, and frames with their headers and checksums."""
+        return len(self.header) + sum(map(len, self.frames))
+
+
+def sources_of(sample: Sample, dtype: type[np.float32] | None = np.float32) -> list[Source]:
+    """Every stream of a sample, layer by layer; `dtype` None keeps the sample's own."""
+    return [
+        Source(layer, sample.model.stream(layer, kind), x if dtype is None else as_float32(x))
+        for layer in range(sample.model.n_layers)
+        for kind, x in zip(KINDS, (sample.k[layer], sample.v[layer]), strict=True)
+    ]
+
+
+def block_tokens(sample: Sample) -> int:
+    """Return the block size that archives choose for the sample's first layer."""
+    return auto_block_tokens(sample.model.stream(0, "k"))
+
+
+def rivals(config: CodecConfig) -> dict[str, CodecConfig]:
+    """Return by name what is measured in one run: `config`, and KVR1 or TKV1 asked for the same.
+
+    Only `config` where there is nothing to compare: another codec, or options the other lacks.
+    """
+    found = {config.codec: config}
+    if isinstance(config, QuantiserConfig):
+        shared: dict[str, object] = {"codec": _RIVALS[config.codec]}
+        shared |= {k: v for k, v in config.to_json().items() if k in _SHARED}
+        # What one codec takes may be beyond the limits of the other.
+        with contextlib.suppress(Corrupt):
+            found[_RIVALS[config.codec]] = config_from_json(shared)
+    return found
 
 
 def encode_stream(
-    config: CodecConfig,
-    spec: StreamSpec,
-    layer: int,
-    x: F32,
-    block_tokens: int,
-    n_threads: int = 1,
+    config: CodecConfig, source: Source, block_tokens: int, n_threads: int = 1
 ) -> CodedStream:
-    """Fit, check and encode one stream [heads][tokens][head_dim] of the coded domain."""
+    """Fit, check and encode one stream."""
     codec = codec_for(config)
+    x, spec = as_float32(source.x), source.spec
     params = codec.fit(config, spec, lambda: [x])
     codec.check(params, x, 0)
+    header = codec.pack(params)
+    tag = header_tag(header)
     frames = []
     for first in range(0, x.shape[1], block_tokens):
         block = x[:, first : first + block_tokens]
@@ -52,45 +103,30 @@ def encode_stream(
                 codec=codec.number,
                 kind=spec.kind,
                 owner=1,
-                layer=layer,
+                layer=source.layer,
                 first_token=first,
                 n_tokens=block.shape[1],
                 payload=encoder.payload(),
+                header_tag=tag,
                 error=encoder.error,
             )
         )
-    return CodedStream(layer, spec.kind, spec, x, params, frames)
-
-
-def block_tokens(sample: Sample) -> int:
-    """Return the block size that archives choose for the sample's first layer."""
-    return auto_block_tokens(sample.model.stream(0, "k"))
+    return CodedStream(source, params, header, frames)
 
 
 def encode_all(
-    config: CodecConfig, sample: Sample, block: int, n_threads: int = 1
+    config: CodecConfig, sources: Sequence[Source], block_tokens: int, n_threads: int = 1
 ) -> list[CodedStream]:
-    """Encode every stream of the sample, one after the other."""
-    return [
-        encode_stream(config, sample.model.stream(layer, kind), layer, x, block, n_threads)
-        for layer, kind, x in streams_of(sample)
-    ]
-
-
-def streams_of(sample: Sample) -> list[tuple[int, Kind, F32]]:
-    """Every stream of a sample as (layer, kind, float32 values before RoPE)."""
-    return [
-        (layer, kind, np.ascontiguousarray(tensors[layer], np.float32))
-        for layer in range(sample.model.n_layers)
-        for kind, tensors in zip(KINDS, (sample.k, sample.v), strict=True)
-    ]
+    """Encode every stream, one after the other."""
+    return [encode_stream(config, source, block_tokens, n_threads) for source in sources]
 
 
 def decode_all(
     config: CodecConfig,
-    streams: list[CodedStream],
-    outputs: list[npt.NDArray[Any]],
+    streams: Sequence[CodedStream],
+    outputs: Sequence[Floats],
     n_threads: int,
+    simd: str | None = None,
 ) -> None:
     """Open every frame, checksums included, and decode all of them into `outputs`."""
     codec = codec_for(config)
@@ -104,68 +140,24 @@ def decode_all(
                 first_token=first, n_tokens=header.n_tokens, start=first, stop=stop,
                 out=out[:, first:stop],
             )  # fmt: skip
-    plan.run(n_threads)
+    plan.run(n_threads, simd=simd)
 
 
-def check_bound(stream: CodedStream, out: F32, config: CodecConfig) -> None:
+def empty_like(streams: Sequence[CodedStream], dtype: type[np.floating[Any]]) -> list[Floats]:
+    """Return an output for every stream."""
+    return [np.empty(stream.source.x.shape, dtype) for stream in streams]
+
+
+def check_bound(stream: CodedStream, out: Floats, config: CodecConfig) -> None:
     """Raise `Corrupt` unless every value is within the bound of its input."""
     step = codec_for(config).step(stream.params)
-    error = np.abs(out - stream.x)
+    error = np.abs(out - as_float32(stream.source.x))
     limit = 0.0 if step is None else step / 2
     sink = 0 if step is None else stream.params.sink
     worst, worst_sink = error[:, sink:].max(initial=0.0), error[:, :sink].max(initial=0.0)
     fine = limit / stream.params.sink_div if sink else 0.0
     if not (worst <= limit and worst_sink <= fine):  # NaN is no success
         raise Corrupt(
-            f"layer {stream.layer} {stream.kind}: error {worst:g} of at most {limit:g}, "
+            f"{stream.source.name}: error {worst:g} of at most {limit:g}, "
             f"sinks {worst_sink:g} of at most {fine:g}"
         )
-
-
-def measure_codec(config: CodecConfig, sample: Sample, block: int, reps: int) -> list[Row]:
-    """Encode and decode speed from values to frames and back."""
-    streams = encode_all(config, sample, block)
-    n_values = sum(stream.x.size for stream in streams)
-    n_cores = available_cpus()
-    one: list[npt.NDArray[Any]] = [np.empty_like(s.x) for s in streams]
-    many: list[npt.NDArray[Any]] = [np.empty_like(s.x) for s in streams]
-    half: list[npt.NDArray[Any]] = [np.empty(s.x.shape, np.float16) for s in streams]
-    decode_all(config, streams, one, 1)
-    decode_all(config, streams, many, n_cores)
-    decode_all(config, streams, half, n_cores)
-    for stream, x, y, z in zip(streams, one, many, half, strict=True):
-        check_bound(stream, x, config)
-        if x.tobytes() != y.tobytes() or x.astype(np.float16).tobytes() != z.tobytes():
-            raise Corrupt(f"layer {stream.layer} {stream.kind}: decodings differ")
-
-    parallel = encode_all(config, sample, block, n_cores)
-    if [stream.frames for stream in parallel] != [stream.frames for stream in streams]:
-        raise Corrupt("frames depend on the number of threads")
-
-    source, target = np.ones((2, n_values), np.float16)
-    actions = {
-        "encode": lambda: encode_all(config, sample, block),
-        f"encode, {n_cores} threads": lambda: encode_all(config, sample, block, n_cores),
-        "decode": lambda: decode_all(config, streams, one, 1),
-        f"decode, {n_cores} threads": lambda: decode_all(config, streams, many, n_cores),
-        "decode to float16": lambda: decode_all(config, streams, half, 1),
-        "memcpy": lambda: np.copyto(target, source),
-    }
-    notes = {
-        "encode": "fit, check, code, frame; one thread",
-        "decode": "frames to float32, checksums included; one thread",
-        "decode to float16": "one thread",
-        "memcpy": "float16 bytes, one thread",
-    }
-    times = interleaved_seconds(list(actions.values()), reps)
-    rows = []
-    for name, seconds in zip(actions, times, strict=True):
-        note = notes.get(name, "")
-        rows.append(Row("codec", name, n_values / seconds / 1e6, "Mvalues/s", note))
-        rows.append(Row("codec", name, 2 * n_values / seconds / 1e9, "GB/s of float16", note))
-        if name != "memcpy":
-            rows.append(Row("codec", f"{name} / memcpy", times[-1] / seconds, "ratio"))
-    for index, name in enumerate(("encode", "decode")):
-        speed_up = times[2 * index] / times[2 * index + 1]
-        rows.append(Row("codec", f"{name}, {n_cores} threads / one", speed_up, "ratio"))
-    return rows

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import csv
 import gc
+import math
 import os
 import platform
-import statistics
 import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+Clock = Literal["wall", "cpu"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,32 +41,71 @@ class Row:
     note: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Times of actions that were run in turns, seconds for one call.
+
+    Attributes
+    ----------
+    wall : (actions, rounds) float64
+        What threads and disks gain or cost shows here only.
+    cpu : (actions, rounds) float64
+        CPU time of this process: of one thread, what it takes where nobody else computes.
+    """
+
+    wall: npt.NDArray[np.float64]
+    cpu: npt.NDArray[np.float64]
+
+    def seconds(self, action: int, clock: Clock = "wall") -> float:
+        """Return the median time of an action."""
+        return float(np.median(getattr(self, clock)[action]))
+
+    def ratio(self, action: int, other: int, clock: Clock = "wall") -> float:
+        """Return the median over the rounds of `action`'s time over `other`'s."""
+        times = getattr(self, clock)
+        return float(np.median(times[action] / times[other]))
+
+
 def median_seconds(action: Callable[[], object], reps: int) -> float:
     """Return the median wall time of `reps` calls after one to warm up."""
-    return interleaved_seconds([action], reps)[0]
+    return interleaved([action], reps).seconds(0)
 
 
-def interleaved_seconds(actions: Sequence[Callable[[], object]], reps: int) -> list[float]:
-    """Return the median wall time of each action, run in turns.
+def interleaved(
+    actions: Sequence[Callable[[], object]], rounds: int, *, least_seconds: float = 0.0
+) -> Timings:
+    """Time every action once a round, in turns, after one round to warm up.
 
-    Taking turns spreads the noise of a shared machine over all of them, so that their ratios
-    hold where their absolute times do not.
+    A shared machine changes its speed by half within seconds. Whatever is compared is therefore
+    run within one round, and compared there: ratios are medians of the rounds' ratios, not ratios
+    of medians. Actions should take some tens of milliseconds at most.
+
+    Parameters
+    ----------
+    least_seconds
+        An action shorter than this is called several times a round, as often in every round:
+        what ran before it then leaves no mark on its time.
     """
-    samples: list[list[float]] = [[] for _ in actions]
+    samples = np.empty((2, len(actions), rounds))
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        for action in actions:
-            action()
-        for _ in range(reps):
-            for action, times in zip(actions, samples, strict=True):
-                start = time.perf_counter()
-                action()
-                times.append(time.perf_counter() - start)
+        calls = [math.ceil(least_seconds / max(_sample(a, 1)[0], 1e-9)) or 1 for a in actions]
+        for at in range(rounds):
+            for index, action in enumerate(actions):
+                samples[:, index, at] = _sample(action, calls[index])
     finally:
         if was_enabled:
             gc.enable()
-    return [statistics.median(times) for times in samples]
+    return Timings(*samples)
+
+
+def _sample(action: Callable[[], object], calls: int) -> tuple[float, float]:
+    """Return wall and CPU seconds of one of `calls` calls."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    for _ in range(calls):
+        action()
+    return (time.perf_counter() - wall) / calls, (time.process_time() - cpu) / calls
 
 
 def environment() -> dict[str, str]:
