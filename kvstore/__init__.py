@@ -20,6 +20,7 @@ from kvcodecs.errors import (
     Truncated,
     Unsupported,
 )
+from kvcodecs.kvr1 import KVR1
 from kvcodecs.raw import Raw
 from kvcodecs.rope import Rope
 from kvcodecs.tkv1 import TKV1
@@ -30,6 +31,7 @@ from .info import ArchiveInfo, SessionInfo, StreamInfo
 from .session import Session
 
 __all__ = [
+    "KVR1",
     "TKV1",
     "Archive",
     "ArchiveInfo",

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvcodecs.codec import CodecConfig
 from kvcodecs.errors import InvalidArgument, KvError, NotFound
+from kvcodecs.kvr1 import KVR1
 from kvcodecs.spec import Kind, KState
-from kvcodecs.tkv1 import TKV1
 
 from . import keys
 from .backend import Backend, Lease, Mode, Snapshot, check_timeout, open_backend
@@ -115,7 +115,7 @@ class Archive:
         model
             Identity and geometry of the KV.
         codec
-            A configuration for both kinds or ``{"k": ..., "v": ...}``; None for ``TKV1()``, or
+            A configuration for both kinds or ``{"k": ..., "v": ...}``; None for ``KVR1()``, or
             with `stats_from` for that session's.
         block_tokens
             Tokens per block, for all streams; ``"auto"`` chooses 128 to 1024 for each stream so
@@ -154,7 +154,7 @@ class Archive:
             owner=owner,
             model=model.digest,
             n_tokens=0,
-            codecs=check_configs(codec if codec is not None else TKV1()),
+            codecs=check_configs(codec if codec is not None else KVR1()),
             fit_tokens=fit_tokens,
             streams=new_layout(model, block_tokens, stats_from is not None),
             created=int(time.time()),
@@ -290,7 +290,7 @@ class Archive:
             name,
             source,
             model=model,
-            codecs=check_configs(codec if codec is not None else TKV1()),
+            codecs=check_configs(codec if codec is not None else KVR1()),
             block_tokens=block_tokens,
             fit_tokens=fit_tokens,
             k_state=k_state,

@@ -113,9 +113,9 @@ class Session:
 
         Notes
         -----
-        Loss is the codec's: `TKV1` keeps every value within half a step. Readable after `commit`,
-        which rewrites the last, unfinished block of every stream: commit every so many tokens
-        rather than each where that much durability is not needed.
+        Loss is the codec's: `KVR1` and `TKV1` keep every value within half a step. Readable after
+        `commit`, which rewrites the last, unfinished block of every stream: commit every so many
+        tokens rather than each where that much durability is not needed.
         """
         with self._lock:
             self._appender().append(k, v, k_state, token_ids, start, n_threads)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import kvstore
-from kvstore import TKV1, LayerSpec, Model, Raw, Rope
+from kvstore import KVR1, TKV1, LayerSpec, Model, Raw, Rope
 
 MODEL = Model(
     "m",
@@ -20,7 +20,12 @@ MODEL = Model(
 )
 STREAMS = MODEL.streams()
 STEP = 0.5
-CODECS = {"raw": Raw(), "tkv1": TKV1(step=STEP), "relative": TKV1(rel_step=0.5)}
+CODECS = {
+    "raw": Raw(),
+    "kvr1": KVR1(step=STEP),
+    "tkv1": TKV1(step=STEP),
+    "relative": KVR1(rel_step=0.5),
+}
 SPECIAL = [0.0, -0.0, 1e-30, 3.0, 6.0, -6.0]
 
 
@@ -103,7 +108,7 @@ class Sessions(RuleBasedStateMachine):
             assert got[:, : before.shape[1]].tobytes() == before.tobytes()
             if expected.codec == "raw":
                 assert got.tobytes() == given.tobytes()
-            if expected.codec == "tkv1":
+            if expected.codec in ("kvr1", "tkv1"):
                 assert np.abs(got - given).max(initial=0) <= STEP / 2
             expected.values[stream] = got
 

@@ -8,11 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvstore
-from kvstore import TKV1, Model, Raw, Rope, keys
+from kvstore import KVR1, TKV1, Model, Raw, Rope, keys
 
 MODEL = Model.uniform(name="m", n_layers=2, n_kv_heads=2, head_dim=8, rope=Rope.from_theta(1e4, 8))
 N = 150
 BLOCK = 32
+CODECS = [Raw(), KVR1(step=0.25), TKV1(step=0.25)]
 RNG = np.random.default_rng(1)
 K = RNG.standard_normal((2, 2, N, 8)).astype(np.float32)
 V = RNG.standard_normal((2, 2, N, 8)).astype(np.float32)
@@ -41,7 +42,7 @@ def largest_errors(found):
     return {key: frame[40:48] for key, frame in found.items()}
 
 
-@pytest.fixture(scope="module", params=[Raw(), TKV1(step=0.25)], ids=["raw", "tkv1"])
+@pytest.fixture(scope="module", params=CODECS, ids=lambda c: c.codec)
 def reference(request):
     archive = kvstore.open(f"memory:chunking-{request.param.codec}", "a")
     whole = archive.create_session("whole", model=MODEL, codec=request.param, block_tokens=BLOCK)
@@ -108,7 +109,7 @@ def test_token_by_token(reference):
 def test_commits_before_the_header_do_not_touch_the_frames(reference):
     """The raw head is beside the blocks, which hold every token from the first."""
     archive = reference
-    for codec in (Raw(), TKV1(step=0.25)):
+    for codec in CODECS:
         names = []
         for cuts in ([], [3], [3, 50, 64]):
             name = f"{codec.codec} {cuts}"
@@ -129,8 +130,8 @@ def test_commits_before_the_header_do_not_touch_the_frames(reference):
 
 def test_ingest_equals_one_append(reference):
     archive = reference
-    config = archive.session("whole").info().codecs["k"]
-    codec = Raw() if config["codec"] == "raw" else TKV1(step=0.25)
+    name = archive.session("whole").info().codecs["k"]["codec"]
+    codec = next(c for c in CODECS if c.codec == name)
 
     class Source:
         def n_tokens(self, layer, kind):

@@ -160,7 +160,7 @@ def test_pack_then_everything_else(run, tmp_path, source):
         assert word in text
     about = dict(re.split(" {2,}", line, maxsplit=1) for line in text.splitlines() if "  " in line)
     assert about["K given"] == "before RoPE (pre)"
-    assert about["codec"].startswith("tkv1 rel_step=0.25 sink=4")
+    assert about["codec"].startswith("kvr1 rel_step=0.25 sink=4")
     assert about["ratio"].endswith(" times smaller than float16")
     assert about["metadata"] == '{"layers": [1, 5, 9]}'
     assert about["rope"] == "4 pairs, half, scaling 1"
@@ -478,6 +478,27 @@ def test_codec_options(run, tmp_path, source):
             config = info.codecs["k"]
             assert config[info.name.replace("-", "_")] is not None
             assert (config["sink"], config["sink_div"]) == (2, 8)
+
+
+@pytest.mark.parametrize("codec", ["kvr1", "tkv1", "raw"])
+def test_every_codec_packs_and_unpacks(run, tmp_path, source, codec):
+    archive, out = tmp_path / "a.kv", tmp_path / "o.safetensors"
+    succeeds(run("pack", source, archive, "--codec", codec))
+    succeeds(run("unpack", archive, out))
+    assert codec in succeeds(run("info", archive, "--layers"))
+    with kvstore.open(archive) as opened:
+        (info,) = opened.sessions()
+        assert {config["codec"] for config in info.codecs.values()} == {codec}
+        assert {stream.codec for stream in info.streams} == {codec}
+        step = max(stream.step or 0.0 for stream in info.streams)
+    error = np.abs(load(out)[0]["k_pre"].astype(np.float32) - kv().astype(np.float32)).max()
+    assert error == 0 if codec == "raw" else 0 < error <= step / 2 + 2**-9
+
+
+def test_a_sink_that_is_too_fine_for_the_codec(run, tmp_path, source):
+    archive = tmp_path / "a.kv"
+    fails(run("pack", source, archive, "--sink-div", "600"), "sink_div 600 is not 1 to 512")
+    succeeds(run("pack", source, archive, "--sink-div", "600", "--codec", "tkv1"))
 
 
 # -- failures

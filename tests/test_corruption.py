@@ -5,7 +5,7 @@ import pytest
 from kvcodecs.frame import pack_frame, seal_record
 
 import kvstore
-from kvstore import TKV1, Corrupt, Model, Rope, Truncated, Unsupported, keys
+from kvstore import KVR1, Corrupt, Model, Rope, Truncated, Unsupported, keys
 from kvstore.backends import memory
 
 MODEL = Model.uniform(name="m", n_layers=2, n_kv_heads=1, head_dim=4, rope=Rope.from_theta(1e4, 4))
@@ -26,7 +26,7 @@ def store():
         for seed, name in enumerate(("s", "other")):
             k, v = tensors(seed)
             session = archive.create_session(
-                name, model=MODEL, codec=TKV1(step=0.25), block_tokens=BLOCK, fit_tokens=8
+                name, model=MODEL, codec=KVR1(step=0.25), block_tokens=BLOCK, fit_tokens=8
             )
             for lo, hi in ((0, 3), (3, N)):
                 ids = np.arange(lo, hi)
@@ -218,7 +218,7 @@ def test_records_that_contradict_themselves(store):
         {"n_head": [1, 2]},
         {"header": 0},
         {"header": 7},
-        {"codec": {"codec": "tkv1", "surprise": 1}},
+        {"codec": {"codec": "kvr1", "surprise": 1}},
         {"codec": 5},
         {"codec": {"codec": "zip"}},
         {"owner": "xyz"},

@@ -10,21 +10,21 @@ import numpy as np
 import pytest
 
 import kvstore
-from kvstore import TKV1, Model, Raw, Rope
+from kvstore import KVR1, Model, Raw, Rope
 
 MODEL = Model.uniform(name="m", n_layers=3, n_kv_heads=2, head_dim=8, rope=Rope.from_theta(1e4, 8))
 STEP = 0.25
-CODECS = {"raw": Raw(), "tkv1": TKV1(step=STEP)}
+CODECS = {"raw": Raw(), "kvr1": KVR1(step=STEP)}
 
 # Values are a function of position, so that any process can say what must be there.
 COMMON = """
 import sys, random
 import numpy as np
 import kvstore
-from kvstore import TKV1, Model, Raw, Rope
+from kvstore import KVR1, Model, Raw, Rope
 
 MODEL = Model.uniform(name="m", n_layers=3, n_kv_heads=2, head_dim=8, rope=Rope.from_theta(1e4, 8))
-CODECS = {"raw": Raw(), "tkv1": TKV1(step=0.25)}
+CODECS = {"raw": Raw(), "kvr1": KVR1(step=0.25)}
 
 def values(start, stop):
     t = np.arange(start, stop, dtype=np.float64)[None, None, :, None]

@@ -7,7 +7,7 @@ import pytest
 from kvcodecs.frame import seal_record
 
 import kvstore
-from kvstore import TKV1, Corrupt, InvalidArgument, Model, keys
+from kvstore import KVR1, Corrupt, InvalidArgument, Model, keys
 from kvstore.backends import memory
 
 MODEL = Model.uniform(name="m", n_layers=1, n_kv_heads=1, head_dim=4)
@@ -171,7 +171,7 @@ def deep(n):
         {"metadata": deep(940)},
         {"metadata": {"x": "y" * (1 << 20)}},
         {"stats_from": 5},
-        {"stats_from": "good", "codec": TKV1(max_error=1e-3)},
+        {"stats_from": "good", "codec": KVR1(max_error=1e-3)},
     ],
 )
 def test_nothing_is_published_that_does_not_read_back(archive, arguments):

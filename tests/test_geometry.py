@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import kvstore
-from kvstore import TKV1, LayerSpec, Model, Raw, Rope
+from kvstore import KVR1, LayerSpec, Model, Raw, Rope
 from kvstore.layout import auto_block_tokens
 
 STEP = 0.5
@@ -48,7 +48,7 @@ def test_head_sizes(tmp_path, heads, head_dim):
     k, v = layers_of(model, 150)
     with kvstore.open(tmp_path / "a.kv", "a") as archive:
         session = archive.create_session(
-            "s", model=model, codec=TKV1(step=STEP), block_tokens=64, fit_tokens=32
+            "s", model=model, codec=KVR1(step=STEP), block_tokens=64, fit_tokens=32
         )
         session.append(k, v)
         session.commit()
@@ -63,7 +63,7 @@ def test_absent_v():
     model = Model.uniform(name="mla", n_layers=2, n_kv_heads=1, head_dim=576, head_dim_v=None)
     k, v = layers_of(model, 40)
     with kvstore.open("memory:", "a") as archive:
-        session = archive.create_session("s", model=model, codec=TKV1(step=STEP), fit_tokens=10)
+        session = archive.create_session("s", model=model, codec=KVR1(step=STEP), fit_tokens=10)
         session.append(np.stack(k))
         session.append([x[:, :0] for x in k], v)
         session.commit()
@@ -88,7 +88,7 @@ RAGGED = Model(
 )
 
 
-@pytest.mark.parametrize("codec", [Raw(), TKV1(step=STEP)])
+@pytest.mark.parametrize("codec", [Raw(), KVR1(step=STEP)])
 def test_ragged_layers(codec):
     k, v = layers_of(RAGGED, 100)
     with kvstore.open("memory:", "a") as archive:
@@ -111,7 +111,7 @@ def test_ragged_layers(codec):
 
 
 @pytest.mark.parametrize("n", [0, 1, 31, 32, 33, 63, 64, 65, 96])
-@pytest.mark.parametrize("codec", [Raw(), TKV1(step=STEP)])
+@pytest.mark.parametrize("codec", [Raw(), KVR1(step=STEP)])
 def test_token_counts(n, codec):
     model = Model.uniform(name="m", n_layers=2, n_kv_heads=1, head_dim=4)
     k, v = layers_of(model, n)
@@ -139,7 +139,7 @@ def windowed(n):
     return model, k, v
 
 
-@pytest.mark.parametrize("codec", [Raw(), TKV1(step=STEP)])
+@pytest.mark.parametrize("codec", [Raw(), KVR1(step=STEP)])
 @pytest.mark.parametrize("k_state", ["pre", "post"])
 def test_windowed_layers_start_late(tmp_path, codec, k_state):
     model, k, v = windowed(100)

@@ -8,7 +8,7 @@ from kvcodecs.rope import from_coded, to_coded
 from ml_dtypes import bfloat16
 
 import kvstore
-from kvstore import TKV1, InvalidArgument, Locked, NotFound, Raw, Rope
+from kvstore import KVR1, TKV1, InvalidArgument, Locked, NotFound, Raw, Rope
 
 ROPE = Rope.from_theta(1e4, 16)
 MODEL = kvstore.Model.uniform(name="m", n_layers=3, n_kv_heads=2, head_dim=16, rope=ROPE)
@@ -70,7 +70,7 @@ def test_the_contract(place):
     k, v = tensors(1300, dtype=np.float16)
     ids = np.arange(1300) * 3
     with kvstore.open(place, mode="a") as archive:
-        session = archive.create_session("alice/42", model=MODEL, codec=TKV1(rel_step=0.25))
+        session = archive.create_session("alice/42", model=MODEL, codec=KVR1(rel_step=0.25))
         session.append(k, v, k_state="pre", token_ids=ids)
         assert (session.n_tokens, session.n_committed) == (1300, 0)
         session.commit()
@@ -89,7 +89,7 @@ def test_the_contract(place):
 
 def test_error_stays_within_the_bound_and_is_recorded(archive):
     k, v = tensors(700)
-    session = archive.create_session("s", model=MODEL, codec=TKV1(step=STEP), block_tokens=128)
+    session = archive.create_session("s", model=MODEL, codec=KVR1(step=STEP), block_tokens=128)
     fill(session, k, v, 200, 333)
     got_k, got_v = session.read_all()
     worst = max(np.abs(got_k - k).max(), np.abs(got_v - v).max())
@@ -101,7 +101,7 @@ def test_error_stays_within_the_bound_and_is_recorded(archive):
     assert info.error.rms == pytest.approx(np.sqrt(np.mean(both**2)), rel=1e-6)
 
 
-@pytest.mark.parametrize("codec", [Raw(), TKV1(step=STEP)])
+@pytest.mark.parametrize("codec", [Raw(), KVR1(step=STEP), TKV1(step=STEP)])
 def test_every_range_is_a_slice_of_the_whole(archive, codec):
     k, v = tensors(83)
     session = archive.create_session("s", model=MODEL, codec=codec, block_tokens=16, fit_tokens=20)
@@ -139,7 +139,7 @@ def test_interleaved_and_partial_rope_keep_channel_order(archive):
     assert_same(session.read_all()[0], k)
 
 
-@pytest.mark.parametrize("codec", [Raw(), TKV1(rel_step=0.25)])
+@pytest.mark.parametrize("codec", [Raw(), KVR1(rel_step=0.25), TKV1(rel_step=0.25)])
 def test_the_tail_survives_a_restart_and_goes_on(place, codec):
     k, v = tensors(300)
     options = {"model": MODEL, "codec": codec, "block_tokens": 64, "fit_tokens": 32}
@@ -173,7 +173,7 @@ def test_the_tail_survives_a_restart_and_goes_on(place, codec):
 
 def test_committed_head_stays_bit_exact(archive):
     k, v = tensors(200, dtype=np.float16)
-    session = archive.create_session("s", model=MODEL, codec=TKV1(rel_step=1.0))
+    session = archive.create_session("s", model=MODEL, codec=KVR1(rel_step=1.0))
     fill(session, k, v, 5, 100)
     got, _ = session.read_all(dtype="float16")
     assert_same(got[:, :, :100], k[:, :, :100])
@@ -202,7 +202,7 @@ def test_head_keeps_the_widest_dtype(place):
 
 def test_stats_from(archive):
     k, v = tensors(400)
-    full = archive.create_session("full", model=MODEL, codec=TKV1(step=STEP))
+    full = archive.create_session("full", model=MODEL, codec=KVR1(step=STEP))
     with pytest.raises(kvstore.InvalidArgument, match="no stream header yet"):
         archive.create_session("short", model=MODEL, stats_from="full")
     fill(full, k, v)
@@ -215,14 +215,46 @@ def test_stats_from(archive):
     other = kvstore.Model.uniform(name="x", n_layers=3, n_kv_heads=2, head_dim=16, rope=ROPE)
     with pytest.raises(kvstore.IdentityMismatch):
         archive.create_session("other", model=other, stats_from="full")
-    with pytest.raises(kvstore.InvalidArgument, match=r"coded with TKV1\(.*, not Raw\("):
+    with pytest.raises(kvstore.InvalidArgument, match=r"coded with KVR1\(.*, not Raw\("):
         archive.create_session("raw", model=MODEL, stats_from="full", codec=Raw())
     assert archive.names() == ["full", "short"]
 
 
+@pytest.mark.parametrize("codec", [TKV1(step=STEP), KVR1(step=STEP), Raw()])
+def test_a_session_keeps_its_codec(tmp_path, codec):
+    """Whatever is the default when it is opened again."""
+    k, v = tensors(700)
+    with kvstore.open(tmp_path / "a.kv", mode="a") as archive:
+        fill(archive.create_session("s", model=MODEL, codec=codec), k[:, :, :300], v[:, :, :300])
+        before = archive.session("s").read_all()
+    with kvstore.open(tmp_path / "a.kv", mode="a") as archive:
+        session = archive.session("s")
+        fill(session, k[:, :, 300:], v[:, :, 300:])
+        info = session.info()
+        assert {kind: dict(c) for kind, c in info.codecs.items()} == {
+            "k": codec.to_json(), "v": codec.to_json(),
+        }  # fmt: skip
+        assert {stream.codec for stream in info.streams} == {codec.codec}
+        for found, first, given in zip(session.read_all(), before, (k, v), strict=True):
+            assert found[:, :, :300].tobytes() == first.tobytes()
+            assert np.abs(found - given).max() <= STEP / 2
+        assert archive.verify(decode=True).ok
+
+
+def test_the_default_codec(archive):
+    k, v = tensors(200)
+    session = archive.create_session("s", model=MODEL)
+    fill(session, k, v)
+    assert session.info().codecs["k"] == KVR1().to_json()
+    assert {stream.codec for stream in session.info().streams} == {"kvr1"}
+    later = archive.create_session("t", model=MODEL, stats_from="s")
+    fill(later, k, v)
+    assert later.info().codecs == session.info().codecs
+
+
 def test_codec_per_kind(archive):
     k, v = tensors(300)
-    codec = {"k": TKV1(step=STEP), "v": Raw()}
+    codec = {"k": KVR1(step=STEP), "v": Raw()}
     session = archive.create_session("s", model=MODEL, codec=codec)
     fill(session, k, v)
     got_k, got_v = session.read_all()
@@ -235,7 +267,7 @@ def test_codec_per_kind(archive):
 
 def test_append_is_all_or_nothing(archive):
     k, v = tensors(200)
-    session = archive.create_session("s", model=MODEL, codec=TKV1(step=STEP))
+    session = archive.create_session("s", model=MODEL, codec=KVR1(step=STEP))
     session.append(k, v)
     bad = v[:, :, :5].copy()
     bad[2, 1, 3, 7] = np.nan
@@ -289,7 +321,7 @@ def test_bad_values_are_found_before_there_is_a_header(archive):
 
 def test_a_step_that_cannot_work_is_refused_and_leaves_the_rest(archive):
     k, v = tensors(400)
-    session = archive.create_session("s", model=MODEL, codec=TKV1(step=1e-9), block_tokens=256)
+    session = archive.create_session("s", model=MODEL, codec=KVR1(step=1e-9), block_tokens=256)
     with pytest.raises(kvstore.InvalidArgument, match=r"layer 0 k.*step.*too small"):
         session.append(k, v)
     session.append(k[:, :, :200], v[:, :, :200])
@@ -355,7 +387,7 @@ def test_wrong_arguments(archive):
     with pytest.raises(kvstore.InvalidArgument, match="not JSON"):
         archive.create_session("t", model=MODEL, metadata={"x": {1, 2}})
     with pytest.raises(kvstore.InvalidArgument, match="configuration"):
-        archive.create_session("t", model=MODEL, codec="tkv1")
+        archive.create_session("t", model=MODEL, codec="kvr1")
     with pytest.raises(kvstore.NotFound, match="'t': no such session"):
         archive.session("t")
 
@@ -507,7 +539,7 @@ def test_reading_mode_cannot_write(place):
 
 def test_info_counts_every_byte(archive):
     k, v = tensors(700, dtype=np.float16)
-    session = archive.create_session("s", model=MODEL, codec=TKV1(rel_step=0.25))
+    session = archive.create_session("s", model=MODEL, codec=KVR1(rel_step=0.25))
     fill(session, k, v, 100, 400, token_ids=None)
     info = session.info()
     with archive._read() as snapshot:
@@ -683,7 +715,7 @@ def test_a_long_read_is_done_in_pieces(archive, monkeypatch):
         (lambda a: kvstore.open(b"x.kv"), "path b'x.kv'"),
         (lambda a: kvstore.open("x.kv", map_size="1GB"), "map_size '1GB'"),
         (lambda a: kvstore.open("x.kv", lock_timeout="x"), "lock_timeout 'x'"),
-        (lambda a: TKV1(sink=1.5), "sink 1.5"),
+        (lambda a: KVR1(sink=1.5), "sink 1.5"),
         (
             lambda a: MODEL.uniform(name="m", n_layers=1.5, n_kv_heads=2, head_dim=16),
             "n_layers 1.5",

@@ -56,7 +56,11 @@ kvstore COMMAND -h explains a command and gives an example.
 def _add_codec(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     codec = parser.add_argument_group("codec")
     codec.add_argument(
-        "--codec", choices=("tkv1", "raw"), default="tkv1", help="raw is bit exact (default: tkv1)"
+        "--codec",
+        choices=("kvr1", "tkv1", "raw"),
+        default="kvr1",
+        help="tkv1 adapts to values whose spread changes and is several times slower, raw is bit "
+        "exact (default: kvr1)",
     )
     policy = codec.add_mutually_exclusive_group()
     for flag, metavar, text in (

@@ -105,7 +105,7 @@ def _write(path: str) -> None:
         session = archive.create_session(
             SESSION,
             model=sample.model,
-            codec=kvstore.TKV1(rel_step=REL_STEP),
+            codec=kvstore.KVR1(rel_step=REL_STEP),
             block_tokens=BLOCK_TOKENS,
         )
         session.append(sample.k, sample.v, k_state="pre", token_ids=sample.token_ids)

@@ -47,7 +47,7 @@ def codec_config(args: argparse.Namespace, raw_dtype: str = "float32") -> CodecC
             flag = "--" + next(iter(options)).replace("_", "-")
             args.parser.error(f"{flag} does not go with --codec raw")
         return kvstore.Raw(raw_dtype)
-    return kvstore.TKV1(**options)
+    return kvstore.TKV1(**options) if args.codec == "tkv1" else kvstore.KVR1(**options)
 
 
 def run_pack(args: argparse.Namespace) -> int:

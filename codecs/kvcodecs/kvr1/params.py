@@ -25,6 +25,8 @@ from .tables import MAX_SINK_DIV, N_CLASSES, frequencies, sink_classes
 class KVR1(QuantiserConfig):
     """Ask for the KVR1 codec: quantised residuals in vectorised rANS with frozen tables.
 
+    Several times faster than `TKV1`, at about its size.
+
     Attributes
     ----------
     rel_step, step, max_error, rmse, bpv, sink, sink_div, ar

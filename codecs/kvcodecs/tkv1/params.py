@@ -43,6 +43,9 @@ def prior_table() -> npt.NDArray[np.uint32]:
 class TKV1(QuantiserConfig):
     """Ask for the TKV1 codec: quantised residuals in adaptive binary range coding.
 
+    Decodes to the same values as `KVR1`. It adapts to each block, which is smaller where the spread
+    of a channel changes from token to token, or where a few values are far beyond all others.
+
     Attributes
     ----------
     rel_step, step, max_error, rmse, bpv, sink, sink_div, ar
