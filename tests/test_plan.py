@@ -6,9 +6,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 from kvcodecs import _core
-from kvcodecs.blocks import BLOCK_DTYPE, STREAM_DTYPE
+from kvcodecs.blocks import BLOCK_DTYPE, SIMD_LEVELS, STREAM_DTYPE
 from kvcodecs.codec import codec_for
 from kvcodecs.errors import Corrupt, InvalidArgument, Truncated
+from kvcodecs.kvr1 import KVR1
 from kvcodecs.lanes import CHANNEL_DTYPE, LANE_DTYPE
 from kvcodecs.plan import Plan
 from kvcodecs.raw import Raw
@@ -75,7 +76,9 @@ def bits(x):
     return x.view({4: np.uint32, 2: np.uint16}[x.itemsize])
 
 
-@pytest.fixture(params=[TKV1(lane_channels=0), TKV1(lane_channels=4), Raw()], ids=lambda c: str(c))
+@pytest.fixture(
+    params=[KVR1(), TKV1(lane_channels=0), TKV1(lane_channels=4), Raw()], ids=lambda c: str(c)
+)
 def config(request):
     return request.param
 
@@ -117,6 +120,10 @@ def test_many_streams_in_one_plan_on_any_number_of_threads(config):
         Stream(StreamSpec("v", 1, 20), 40, TKV1(sink=0, sink_div=3), seed=2),
         Stream(StreamSpec("v", 5, 16), 130, TKV1(step=0.01, sink=50, sink_div=100), seed=3),
         Stream(StreamSpec("v", 20, 4), 33, TKV1(ar=False), seed=4),
+        Stream(StreamSpec("k", 3, 16, rope), 90, KVR1(), seed=5),
+        Stream(StreamSpec("v", 1, 20), 40, KVR1(sink=0, sink_div=3), seed=6),
+        Stream(StreamSpec("v", 20, 4), 70, KVR1(step=0.01, sink=50, sink_div=100), seed=7),
+        Stream(StreamSpec("v", 2, 6), 33, Raw(), seed=8),
     ]
     alone = [s.decode(3, 33) for s in streams]
     for n_threads in (1, 2, 3, 7, 64, None):
@@ -195,8 +202,8 @@ def test_sixteen_lanes_at_once_fail_like_one(monkeypatch):
     assert seen == {0, 1, 2}  # sound, residual, value
 
 
-def test_outputs_may_be_strided():
-    stream = Stream(StreamSpec("v", 3, 16), 100, TKV1())
+def test_outputs_may_be_strided(config):
+    stream = Stream(StreamSpec("v", 3, 16), 100, config)
     backing = np.full((100, 2, 3, 16), np.nan, np.float32)
     plan = Plan()
     stream.add(plan, 0, 100, backing[:, 1].transpose(1, 0, 2))
@@ -205,13 +212,15 @@ def test_outputs_may_be_strided():
     assert np.isnan(backing[:, 0]).all()
 
 
-def test_float16_rounds_every_value_like_numpy():
+@pytest.mark.parametrize("lossy", [TKV1, KVR1])
+@pytest.mark.parametrize("simd", SIMD_LEVELS)
+def test_float16_rounds_every_value_like_numpy(lossy, simd):
     """All float32 patterns around the halves, subnormals and the overflow threshold."""
     spec = StreamSpec("v", 1, 2)
-    codec = codec_for(TKV1())
+    codec = codec_for(lossy())
     for scale in (2.0**-26, 2.0**-16, 2.0**-3, 1.0, 4.0):
         x = np.arange(-8192, 8192, dtype=np.float32).reshape(1, -1, 2) * np.float32(scale)
-        params = codec.fit(TKV1(step=scale, sink=0, sink_div=1), spec, lambda x=x: [x])
+        params = codec.fit(lossy(step=scale, sink=0, sink_div=1), spec, lambda x=x: [x])
         encoder = codec.encoder(params, 0)
         encoder.push(x)
         out = np.zeros(x.shape, np.float16)
@@ -226,11 +235,11 @@ def test_float16_rounds_every_value_like_numpy():
             stop=x.shape[1],
             out=out,
         )
-        plan.run()
+        plan.run(simd=simd)
         np.testing.assert_array_equal(bits(out), bits(x.astype(np.float16)))
 
 
-@pytest.mark.parametrize("config", [TKV1(step=1.0), Raw()], ids=str)
+@pytest.mark.parametrize("config", [KVR1(step=1.0), TKV1(step=1.0), Raw()], ids=str)
 @pytest.mark.parametrize("heads", [1, 16])
 def test_a_value_that_overflows_float16_raises(config, heads):
     spec = StreamSpec("v", heads, 16)
