@@ -29,8 +29,8 @@ from kvcodecs.kvr1.tables import (
     sink_classes,
     table_of,
 )
-from kvtools.bench.codec import streams_of
-from kvtools.sample import load_sample
+from kvcodecs.spec import F32, Kind
+from kvtools.sample import Sample, load_sample
 
 from kvstore import TKV1
 
@@ -83,6 +83,13 @@ class Statistics:
     mu: I64
     rho: I64
     cls: I64
+
+
+def streams_of(sample: Sample) -> Iterator[tuple[int, Kind, F32]]:
+    """Yield layer, kind and values of every stream."""
+    for layer, (k, v) in enumerate(zip(sample.k, sample.v, strict=True)):
+        yield layer, "k", np.ascontiguousarray(k, np.float32)
+        yield layer, "v", np.ascontiguousarray(v, np.float32)
 
 
 def load_columns(path: str) -> Columns:
