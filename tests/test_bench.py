@@ -113,6 +113,17 @@ def test_wrong_values_are_noticed():
             check_bound(stream, out, config)
 
 
+def test_timed_layers_are_spread(monkeypatch):
+    sample = load_sample().tiled(8, 7)
+    assert speed.timed_layers(sample).model == sample.model
+    monkeypatch.setattr(speed, "available_cpus", lambda: 1)
+    for n_layers, layers in ((3, [0, 3, 6]), (1, [0])):
+        monkeypatch.setattr(speed, "VALUES_PER_CORE", n_layers * sample.n_values // 7)
+        timed = speed.timed_layers(sample)
+        assert timed.model.n_layers == n_layers
+        assert [id(x) for x in timed.v] == [id(sample.v[i]) for i in layers]
+
+
 @pytest.mark.parametrize("way", ["encode", "decode", "values"])
 def test_differences_are_noticed(monkeypatch, way):
     sample = load_sample().tiled(64)

@@ -23,7 +23,7 @@ from kvtools.bench.codec import (
     sources_of,
 )
 from kvtools.bench.rows import Row, interleaved
-from kvtools.bench.speed import LEAST_SECONDS, ROUNDS_PER_REP, first_layers
+from kvtools.bench.speed import LEAST_SECONDS, ROUNDS_PER_REP, timed_layers
 from kvtools.sample import Sample
 
 #: Where a block begins, as in `kvtools.bench.peers`, and the step of a stream.
@@ -91,7 +91,7 @@ def measure_peers(config: CodecConfig, sample: Sample, reps: int) -> list[Row]:
     ours = rivals(config).get("kvr1")
     if ours is None:
         return []
-    sample = first_layers(sample)
+    sample = timed_layers(sample)
     sources, block = sources_of(sample), block_tokens(sample)
     streams = encode_all(ours, sources, block)
     out: list[F32] = empty_like(streams, np.float32)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,6 +14,7 @@ from kvcodecs.codec import CodecConfig
 from kvcodecs.errors import Corrupt
 from kvcodecs.plan import available_cpus
 
+from kvstore import Model
 from kvtools.bench.codec import (
     Source,
     block_tokens,
@@ -25,7 +28,7 @@ from kvtools.bench.codec import (
 from kvtools.bench.rows import Clock, Row, Timings, interleaved
 from kvtools.sample import Sample
 
-#: Layers are timed until they have so many values for each core: no action takes long then.
+#: As many layers are timed as have so many values for each core: no action takes long then.
 VALUES_PER_CORE = 1 << 20
 ROUNDS_PER_REP = 10
 LEAST_SECONDS = 2e-3
@@ -105,7 +108,7 @@ class _Contender:
 
 def measure_codec(config: CodecConfig, sample: Sample, reps: int) -> list[Row]:
     """Encode and decode speed from values to frames and back, of `config` and its rival."""
-    sample = first_layers(sample)
+    sample = timed_layers(sample)
     contenders = [_Contender(each, sample) for each in rivals(config).values()]
     for other in contenders[1:]:
         _check_same_values(contenders[0], other)
@@ -116,14 +119,18 @@ def measure_codec(config: CodecConfig, sample: Sample, reps: int) -> list[Row]:
     return _rows(contenders, list(actions), times, sample.n_values)
 
 
-def first_layers(sample: Sample) -> Sample:
-    """Return the first layers of a sample, enough of them for every core."""
-    wanted = VALUES_PER_CORE * available_cpus()
-    n_layers, n_values = 0, 0
-    while n_layers < sample.model.n_layers and n_values < wanted:
-        n_values += sample.k[n_layers].size + sample.v[n_layers].size
-        n_layers += 1
-    return sample.tiled(sample.n_tokens, n_layers)
+def timed_layers(sample: Sample) -> Sample:
+    """Return layers spread over the model, with enough values for every core."""
+    n_layers = sample.model.n_layers
+    wanted = VALUES_PER_CORE * available_cpus() * n_layers / sample.n_values
+    at = np.linspace(0, n_layers - 1, min(math.ceil(wanted), n_layers)).astype(int)
+    model = Model(
+        name=sample.model.name,
+        layers=tuple(sample.model.layers[i] for i in at),
+        rope=sample.model.rope,
+    )
+    k, v = ([tensors[i] for i in at] for tensors in (sample.k, sample.v))
+    return replace(sample, model=model, k=k, v=v)
 
 
 def _check_same_values(one: _Contender, two: _Contender) -> None:
