@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 from kvcodecs.codec import CodecConfig, codec_for
 from kvcodecs.errors import InvalidArgument
-from kvcodecs.spec import Kind, StreamSpec
+from kvcodecs.spec import MAX_BLOCK_TOKENS, Kind, StreamSpec
 
 from .identity import Model
 from .records import SessionRecord, StreamName, StreamState
@@ -21,7 +21,6 @@ _BITS_PER_VALUE: Final = 2.5
 _MIN_BLOCK: Final = 128
 _MAX_BLOCK: Final = 1024
 MAX_FIT_TOKENS: Final = 1 << 16
-MAX_BLOCK_TOKENS: Final = 1 << 20
 
 
 def auto_block_tokens(spec: StreamSpec) -> int:
