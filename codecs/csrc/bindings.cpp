@@ -352,7 +352,7 @@ Result<kv_u8> run_lanes(const Array1<kv_u32>& prior, nb::handle lane_rows, nb::h
   bool ok;
   {
     nb::gil_scoped_release release;
-    ok = kv::run_plan(tables, status, n_threads, wide && kv::wide_supported());
+    ok = kv::run_plan(tables, status, n_threads, wide && kv::avx512_supported());
   }
   if (!ok) throw std::bad_alloc();
   return result;
@@ -478,7 +478,7 @@ NB_MODULE(_core, m) {
   m.attr("CHANNEL_BYTES") = sizeof(kv::Channel);
   m.attr("BLOCK_BYTES") = sizeof(kv::kvr1::Block);
   m.attr("STREAM_BYTES") = sizeof(kv::kvr1::Stream);
-  m.attr("WIDE") = kv::wide_supported();
+  m.attr("WIDE") = kv::avx512_supported();
 
   m.def("read_zigzags", &read_zigzags, "data"_a, "offset"_a, "count"_a);
   m.def("write_zigzags", &write_zigzags, "values"_a);

@@ -85,12 +85,12 @@ inline const char* lane_fault(const PlanTables& p, const Lane& l) {
 
 inline const kv_u8* lane_bytes(const PlanTables& p, const Lane& l) { return p.payloads[l.payload].bytes + l.offset; }
 
-inline RowPlace place_of(const PlanTables& p, const Lane& lane, NarrowRow narrow) {
+inline RowPlace place_of(const PlanTables& p, const Lane& lane, const Narrow& narrow) {
   return {&p.outputs[lane.output],
           lane.rope < 0 ? nullptr : &p.ropes[lane.rope],
           &p.channels[lane.channels].output,
           sizeof(Channel) / sizeof(kv_u32),
-          lane.width, lane.head, lane.row, lane.rope_row, lane.first_pair, lane.n_pairs, narrow};
+          lane.width, lane.head, lane.row, lane.rope_row, lane.first_pair, lane.n_pairs, &narrow};
 }
 
 // Memory of one thread, grown to the widest lane.
@@ -99,7 +99,7 @@ struct Scratch {
   std::vector<ChannelState> states;
   std::vector<kv_i32> values;
   std::vector<float> row;
-#if KV_HAS_WIDE
+#if KV_X86
   WideLanes wide;
 #endif
 };
@@ -120,7 +120,7 @@ inline Status run_lane(const PlanTables& p, const Lane& lane, Scratch& s) {
   decoder.sink_div = lane.sink_div;
   decoder.sink = lane.sink;
   decoder.start(lane_bytes(p, lane), lane.n_bytes);
-  RowWriter writer(place_of(p, lane, narrow_row));
+  RowWriter writer(place_of(p, lane, kNarrow));
   for (kv_u32 t = 0; t < lane.n_tokens; ++t) {
     const Status status = decoder.row(lane.first_token + t, s.values.data());
     if (status != kOk) return status;
@@ -131,7 +131,7 @@ inline Status run_lane(const PlanTables& p, const Lane& lane, Scratch& s) {
   return writer.overflow() ? kOverflow : kOk;
 }
 
-#if KV_HAS_WIDE
+#if KV_X86
 // Up to sixteen lanes of one width and sink_div.
 inline void run_wide(const PlanTables& p, const Lane* lanes, kv_u32 n, kv_u8* status, Scratch& s) {
   RowWriter writers[kWide];
@@ -142,7 +142,7 @@ inline void run_wide(const PlanTables& p, const Lane* lanes, kv_u32 n, kv_u8* st
     const Lane& lane = lanes[i];
     s.wide.add(i, lane_bytes(p, lane), lane.n_bytes, p.channels + lane.channels, p.classes + lane.classes,
                lane.first_token, lane.sink);
-    writers[i] = RowWriter(place_of(p, lane, row_to_float16));
+    writers[i] = RowWriter(place_of(p, lane, kNarrowAvx512));
     n_tokens = std::max(n_tokens, lane.n_tokens);
   }
   s.wide.begin(p.prior);
@@ -200,7 +200,7 @@ inline bool run_plan(const PlanTables& p, kv_u8* status, unsigned n_threads, boo
   const std::vector<Unit> units = plan_units(p, n_threads, wide);
   return run_pieces<Scratch>(units.size(), n_threads, [&](std::size_t i, Scratch& scratch) {
     const Unit& unit = units[i];
-#if KV_HAS_WIDE
+#if KV_X86
     if (unit.n > 1) {
       run_wide(p, p.lanes + unit.first, unit.n, status + unit.first, scratch);
       return;

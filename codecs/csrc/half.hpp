@@ -10,18 +10,20 @@ union FloatBits {
   kv_u32 bits;
 };
 
-// Without branches, so that loops over rows vectorise. Infinity where a finite value overflows.
+// Without branches or selections, so that loops over rows vectorise on any CPU. Adding 2^13 times the power of two at or
+// below |value|, at least 2^-14, leaves the rounded mantissa of the float16 in the lowest bits of the sum.
+// Infinity where a finite value overflows.
 KV_HD kv_u16 to_float16_bits(float value) {
-  FloatBits f, small;
+  FloatBits f, magnitude, power, sum;
   f.value = value;
-  const kv_u32 sign = (f.bits >> 16) & 0x8000u;
-  const kv_u32 a = f.bits & 0x7FFFFFFFu;
-  small.bits = a;
-  small.value += 0.5f;  // below 2^-14, subnormal: adding 0.5 aligns the mantissa and rounds it
-  const kv_u32 subnormal = small.bits - 0x3F000000u;
-  const kv_u32 normal = (a + 0xFFFu + ((a >> 13) & 1u) - 0x38000000u) >> 13;  // nearest even on the 13 bits dropped
-  const kv_u32 bounded = a >= 0x477FF000u ? 0x7C00u : normal;                 // 65520 and more rounds to infinity
-  return (kv_u16)(sign | (a < 0x38800000u ? subnormal : bounded));
+  magnitude.bits = f.bits & 0x7FFFFFFFu;
+  magnitude.value = magnitude.value < 65536.0f ? magnitude.value : 65536.0f;
+  power.bits = magnitude.bits & 0x7F800000u;
+  power.value = power.value > 6.103515625e-05f ? power.value : 6.103515625e-05f;
+  const kv_u32 exponent = (power.bits - 0x38800000u) >> 13;
+  power.value *= 8192.0f;
+  sum.value = magnitude.value + power.value;
+  return (kv_u16)((f.bits >> 16 & 0x8000u) | (exponent + (sum.bits - power.bits)));
 }
 
 // Sets `overflow` when a finite value rounds to infinity.

@@ -8,8 +8,8 @@
 #include <cstring>
 #include <vector>
 
-#include "half.hpp"
 #include "lane.hpp"
+#include "simd.hpp"
 
 namespace kv {
 
@@ -21,24 +21,8 @@ constexpr kv_u64 kWideMaxBytes = 1u << 26;
 
 }  // namespace kv
 
-#if defined(__x86_64__) && defined(__GNUC__)
-#define KV_HAS_WIDE 1
-// GCC's own header reads a variable it declares as undefined on purpose, and warns about itself (GCC bug 105593).
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wuninitialized"
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#include <immintrin.h>
-#pragma GCC diagnostic pop
-
+#if KV_X86
 namespace kv {
-
-#define KV_AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq")))
-#define KV_WIDE KV_AVX512 inline __attribute__((always_inline))
-
-inline bool wide_supported() {
-  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-}
 
 // Sixteen range decoders. Bytes come from a staging buffer in which zeros follow each substream.
 struct WideCoder {
@@ -49,7 +33,7 @@ struct WideCoder {
   const kv_u8* staged;
   kv_u32* models;
 
-  KV_WIDE void refill() {
+  KV_AVX512_INLINE void refill() {
     const __mmask16 m = _mm512_cmple_epu32_mask(n_bytes, _mm512_set1_epi32(4));
     const __m512i at = _mm512_min_epu32(position, end);  // at the end for good: a position never wraps
     __m512i x = _mm512_mask_i32gather_epi32(_mm512_setzero_si512(), m, at, staged, 1);
@@ -62,7 +46,7 @@ struct WideCoder {
     position = _mm512_mask_add_epi32(at, m, at, _mm512_set1_epi32(4));
   }
 
-  KV_WIDE void shift_byte(__mmask16 m) {
+  KV_AVX512_INLINE void shift_byte(__mmask16 m) {
     range = _mm512_mask_slli_epi32(range, m, range, 8);
     code = _mm512_mask_or_epi32(code, m, _mm512_slli_epi32(code, 8), _mm512_srli_epi32(high, 24));
     high = _mm512_mask_or_epi32(high, m, _mm512_slli_epi32(high, 8), _mm512_srli_epi32(low, 24));
@@ -70,7 +54,7 @@ struct WideCoder {
     n_bytes = _mm512_mask_sub_epi32(n_bytes, m, n_bytes, _mm512_set1_epi32(1));
   }
 
-  KV_WIDE void renormalise() {
+  KV_AVX512_INLINE void renormalise() {
     const __m512i top = _mm512_set1_epi32((int)kTop);
     shift_byte(_mm512_cmplt_epu32_mask(range, top));
     const __mmask16 again = _mm512_cmplt_epu32_mask(range, top);
@@ -78,12 +62,12 @@ struct WideCoder {
   }
 
   // A symbol rarely takes more than the three bytes that a refill at its start leaves to spare.
-  KV_WIDE void refill_if_low() {
+  KV_AVX512_INLINE void refill_if_low() {
     if (KV_UNLIKELY(_mm512_cmplt_epu32_mask(n_bytes, _mm512_set1_epi32(2)))) refill();
   }
 
   // The split that decode and decode_raw share; lanes outside `active` keep their state.
-  KV_WIDE __mmask16 split(__mmask16 active, __m512i bound) {
+  KV_AVX512_INLINE __mmask16 split(__mmask16 active, __m512i bound) {
     const __mmask16 one = _mm512_mask_cmplt_epu32_mask(active, code, bound);
     const __mmask16 zero = (__mmask16)(active & ~one);
     range = _mm512_mask_mov_epi32(_mm512_mask_sub_epi32(range, zero, range, bound), one, bound);
@@ -91,7 +75,7 @@ struct WideCoder {
     return one;
   }
 
-  KV_WIDE __mmask16 decode(__mmask16 active, __m512i index) {
+  KV_AVX512_INLINE __mmask16 decode(__mmask16 active, __m512i index) {
     const __m512i half = _mm512_set1_epi32(0xFFFF), whole = _mm512_set1_epi32((int)kOne);
     const __m512i m = _mm512_mask_i32gather_epi32(half, active, index, models, 4);
     const __m512i fast = _mm512_and_si512(m, half), slow = _mm512_srli_epi32(m, 16);
@@ -108,14 +92,14 @@ struct WideCoder {
     return one;
   }
 
-  KV_WIDE __mmask16 decode_raw(__mmask16 active) {
+  KV_AVX512_INLINE __mmask16 decode_raw(__mmask16 active) {
     const __mmask16 one = split(active, _mm512_slli_epi32(_mm512_srli_epi32(range, 16), 15));
     renormalise();
     return one;
   }
 
   // decode_residual of lane.hpp. Lanes that read 24 ones are added to `bad`.
-  KV_WIDE __m512i residual(__mmask16 active, __m512i context, __mmask16& bad) {
+  KV_AVX512_INLINE __m512i residual(__mmask16 active, __m512i context, __mmask16& bad) {
     const __m512i one = _mm512_set1_epi32(1);
     refill();
     const __mmask16 nonzero = (__mmask16)(active & ~decode(active, context));
@@ -256,26 +240,5 @@ struct WideLanes {
   }
 };
 
-// to_float16 of half.hpp on a whole row; true when a value overflows.
-KV_AVX512 inline bool row_to_float16(const float* row, kv_u32 n, kv_u16* out) {
-  bool overflow = false;
-  __mmask16 infinite = 0;
-  const __m256i magnitude = _mm256_set1_epi16(0x7FFF), infinity = _mm256_set1_epi16(0x7C00);
-  kv_u32 c = 0;
-  for (; c + 16 <= n; c += 16) {
-    const __m256i h = _mm512_cvtps_ph(_mm512_loadu_ps(row + c), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    infinite |= _mm256_cmpge_epi16_mask(_mm256_and_si256(h, magnitude), infinity);
-    _mm256_storeu_si256((__m256i*)(out + c), h);
-  }
-  for (; c < n; ++c) out[c] = to_float16(row[c], overflow);
-  return overflow || infinite;
-}
-
-}  // namespace kv
-
-#else
-#define KV_HAS_WIDE 0
-namespace kv {
-inline bool wide_supported() { return false; }
 }  // namespace kv
 #endif

@@ -4,8 +4,8 @@
 #include <cmath>
 #include <cstring>
 
-#include "half.hpp"
 #include "lane.hpp"
+#include "narrow.hpp"
 
 namespace kv {
 
@@ -25,20 +25,6 @@ struct RopeTable {
   kv_u64 rows, pairs;
 };
 
-// Narrows a contiguous row. Each instruction set has one; all of them give the same bits. True: a value overflows.
-using NarrowRow = bool (*)(const float* row, kv_u32 n, kv_u16* out);
-
-inline bool narrow_row(const float* __restrict row, kv_u32 n, kv_u16* __restrict out) {
-  kv_u32 largest = 0;
-  for (kv_u32 i = 0; i < n; ++i) {
-    const kv_u32 bits = to_float16_bits(row[i]);
-    const kv_u32 magnitude = bits & 0x7FFF;
-    largest = magnitude > largest ? magnitude : largest;
-    out[i] = (kv_u16)bits;
-  }
-  return largest >= 0x7C00;
-}
-
 // The rows of some channels of one head.
 struct RowPlace {
   const Output* out;
@@ -51,7 +37,7 @@ struct RowPlace {
   kv_u64 rope_row;          // and of the RoPE table
   kv_u32 first_pair;        // RoPE pair of the row's first channel
   kv_u32 n_pairs;           // pairs of the row that rotate; the others pass through
-  NarrowRow narrow;
+  const Narrow* narrow;
 };
 
 class RowWriter {
@@ -63,26 +49,35 @@ class RowWriter {
 
   bool overflow() const { return overflow_; }
 
+  // The `i`th row: `width` integers, times `unit`. `row` is room for them.
+  KV_HD void write(kv_u64 i, const kv_i32* __restrict values, float unit, float* __restrict row) {
+    if (p_.rope == nullptr && contiguous_ && p_.out->type == kFloat16) {
+      overflow_ |= p_.narrow->values(values, p_.width, unit, (kv_u16*)p_.out->data + at(i) + channel(0));
+      return;
+    }
+    for (kv_u32 c = 0; c < p_.width; ++c) row[c] = (float)values[c] * unit;
+    write(i, row);
+  }
+
   // The `i`th row: `width` values in data units; rotated in place. Inlined, so that it vectorises as its caller does.
   KV_HD void write(kv_u64 i, float* row) {
     if (p_.rope != nullptr) rotate(i, row);
-    const kv_i64 at = (kv_i64)p_.head * p_.out->head_stride + (kv_i64)(p_.row + i) * p_.out->row_stride;
     if (p_.out->type == kFloat32) {
-      float* target = (float*)p_.out->data + at;
+      float* target = (float*)p_.out->data + at(i);
       if (contiguous_) {
         std::memcpy(target + channel(0), row, p_.width * sizeof(float));
       } else {
         for (kv_u32 c = 0; c < p_.width; ++c) target[channel(c)] = row[c];
       }
     } else if (p_.out->type == kFloat16) {
-      kv_u16* target = (kv_u16*)p_.out->data + at;
+      kv_u16* target = (kv_u16*)p_.out->data + at(i);
       if (contiguous_) {
-        overflow_ |= p_.narrow(row, p_.width, target + channel(0));
+        overflow_ |= p_.narrow->row(row, p_.width, target + channel(0));
       } else {
         for (kv_u32 c = 0; c < p_.width; ++c) target[channel(c)] = to_float16(row[c], overflow_);
       }
     } else {
-      kv_u16* target = (kv_u16*)p_.out->data + at;
+      kv_u16* target = (kv_u16*)p_.out->data + at(i);
       if (contiguous_) {
         bool overflow = false;
         target += channel(0);
@@ -95,6 +90,9 @@ class RowWriter {
   }
 
  private:
+  KV_HD kv_i64 at(kv_u64 i) const {
+    return (kv_i64)p_.head * p_.out->head_stride + (kv_i64)(p_.row + i) * p_.out->row_stride;
+  }
   KV_HD kv_u32 channel(kv_u32 c) const { return p_.channels[(kv_u64)c * p_.channel_stride]; }
 
   KV_HD void rotate(kv_u64 i, float* __restrict row) {

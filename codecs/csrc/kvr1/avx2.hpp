@@ -1,14 +1,12 @@
 // The 32 states in four AVX2 vectors. Bit for bit what portable.hpp does.
 #pragma once
 
+#include "../simd.hpp"
 #include "block.hpp"
 
-#if defined(__x86_64__) && defined(__GNUC__)
-#define KV_HAS_AVX2 1
-#include <immintrin.h>
-
-#define KV_LEVEL __attribute__((target("avx2,f16c,popcnt"), always_inline)) inline
-#define KV_LEVEL_CALL __attribute__((target("avx2,f16c,popcnt")))
+#if KV_X86
+#define KV_LEVEL KV_AVX2_INLINE
+#define KV_LEVEL_CALL KV_AVX2
 
 namespace kv::kvr1::avx2 {
 
@@ -143,29 +141,10 @@ KV_LEVEL void reconstruct(kv_u32 lanes, const Residuals& q, const kv_i32* mean, 
   }
 }
 
-// Float16 of a row; true when a value overflows.
-KV_LEVEL_CALL inline bool narrow_row(const float* row, kv_u32 n, kv_u16* out) {
-  __m128i infinite = _mm_setzero_si128();
-  const __m128i magnitude = _mm_set1_epi16(0x7FFF), largest = _mm_set1_epi16(0x7BFF);
-  kv_u32 c = 0;
-  for (; c + 8 <= n; c += 8) {
-    const __m128i h = _mm256_cvtps_ph(_mm256_loadu_ps(row + c), _MM_FROUND_TO_NEAREST_INT);
-    infinite = _mm_or_si128(infinite, _mm_cmpgt_epi16(_mm_and_si128(h, magnitude), largest));
-    _mm_storeu_si128((__m128i*)(out + c), h);
-  }
-  return kv::narrow_row(row + c, n - c, out + c) || _mm_movemask_epi8(infinite) != 0;
-}
-
-inline bool supported() {
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("popcnt");
-}
-
 #include "block.inl"
 
 }  // namespace kv::kvr1::avx2
 
 #undef KV_LEVEL
 #undef KV_LEVEL_CALL
-#else
-#define KV_HAS_AVX2 0
 #endif

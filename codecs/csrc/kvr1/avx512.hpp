@@ -1,14 +1,12 @@
 // The 32 states in two AVX-512 vectors. Bit for bit what portable.hpp does.
 #pragma once
 
+#include "../simd.hpp"
 #include "block.hpp"
 
-#if defined(__x86_64__) && defined(__GNUC__)
-#define KV_HAS_AVX512 1
-#include <immintrin.h>
-
-#define KV_LEVEL __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,popcnt"), always_inline)) inline
-#define KV_LEVEL_CALL __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,popcnt")))
+#if KV_X86
+#define KV_LEVEL KV_AVX512_INLINE
+#define KV_LEVEL_CALL KV_AVX512
 
 namespace kv::kvr1::avx512 {
 
@@ -122,30 +120,10 @@ KV_LEVEL void reconstruct(kv_u32 lanes, const Residuals& q, const kv_i32* mean, 
   reconstruct16(q.high, taking_part(lanes, 16), mean + 16, rho + 16, factor, previous + 16, magnitude);
 }
 
-// Float16 of a row; true when a value overflows.
-KV_LEVEL_CALL inline bool narrow_row(const float* row, kv_u32 n, kv_u16* out) {
-  __mmask16 infinite = 0;
-  const __m256i magnitude = _mm256_set1_epi16(0x7FFF), infinity = _mm256_set1_epi16(0x7C00);
-  kv_u32 c = 0;
-  for (; c + 16 <= n; c += 16) {
-    const __m256i h = _mm512_cvtps_ph(_mm512_loadu_ps(row + c), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    infinite |= _mm256_cmpge_epi16_mask(_mm256_and_si256(h, magnitude), infinity);
-    _mm256_storeu_si256((__m256i*)(out + c), h);
-  }
-  return kv::narrow_row(row + c, n - c, out + c) || infinite;
-}
-
-inline bool supported() {
-  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("popcnt");
-}
-
 #include "block.inl"
 
 }  // namespace kv::kvr1::avx512
 
 #undef KV_LEVEL
 #undef KV_LEVEL_CALL
-#else
-#define KV_HAS_AVX512 0
 #endif

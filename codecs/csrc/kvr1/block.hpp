@@ -4,6 +4,7 @@
 
 #include <vector>
 
+#include "../aligned.hpp"
 #include "../payload.hpp"
 #include "../rows.hpp"
 #include "rans.hpp"
@@ -57,32 +58,20 @@ struct PlanTables {
   std::vector<RopeTable> ropes;
 };
 
-// 64-byte aligned arrays of 32-bit entries, so that no vector load crosses a cache line.
-template <class T>
-class Aligned {
- public:
-  T* resize(std::size_t n) {
-    bytes_.resize(n * sizeof(T) + 64);
-    const std::size_t at = (std::size_t)bytes_.data();
-    data_ = (T*)((at + 63) / 64 * 64);
-    return data_;
-  }
-  T* data() const { return data_; }
-
- private:
-  std::vector<kv_u8> bytes_;
-  T* data_ = nullptr;
+// The components of a block: arrays padded to whole steps.
+struct Components {
+  kv_i32 *mean, *rho, *previous;
+  kv_i32 *tables, *shifts;  // first slot of each component's table, low bits of its class
+  kv_u8* has_shift;         // of each step
+  kv_i32 scale;
 };
 
 class BlockRun {
  public:
-  // What the loop over steps works on; arrays by component, padded to whole steps.
+  // What the loop over steps works on.
+  Components components;
   Words words;
   kv_u32 states[kStates];
-  kv_i32 *mean, *rho, *previous;
-  kv_i32 *tables, *shifts;      // first slot of each component's table, low bits of its class
-  kv_u8* has_shift;             // of each step
-  kv_i32 scale;
   kv_u32 steps;                 // of a token
   kv_u32 last_lanes;            // of its last step
   kv_u64 token;                 // the next one
@@ -91,7 +80,7 @@ class BlockRun {
   bool fault;
 
   // False: the payload is too short or its states are none.
-  bool start(const PlanTables& plan, const Block& block, NarrowRow narrow) {
+  bool start(const PlanTables& plan, const Block& block, const Narrow& narrow) {
     block_ = &block;
     stream_ = &plan.streams[block.stream];
     classes_ = plan.classes + stream_->components;
@@ -110,25 +99,25 @@ class BlockRun {
     token = 0;
     bare = fault = false;
 
+    Components& c = components;
     const std::size_t padded = (std::size_t)steps * kStates;
-    mean = components_.resize(5 * padded);
-    rho = mean + padded;
-    previous = rho + padded;
-    tables = previous + padded;
-    shifts = tables + padded;
-    std::memset(mean, 0, 5 * padded * sizeof(kv_i32));
+    c.mean = arrays_.resize(5 * padded);
+    c.rho = c.mean + padded;
+    c.previous = c.rho + padded;
+    c.tables = c.previous + padded;
+    c.shifts = c.tables + padded;
+    std::memset(c.mean, 0, 5 * padded * sizeof(kv_i32));
     for (kv_u32 i = 0; i < n; ++i) {
-      mean[i] = previous[i] = plan.mean[stream_->components + i];
-      rho[i] = plan.rho[stream_->components + i];
+      c.mean[i] = c.previous[i] = plan.mean[stream_->components + i];
+      c.rho[i] = plan.rho[stream_->components + i];
     }
-    has_shift_.resize(steps);
-    has_shift = has_shift_.data();
+    c.has_shift = has_shift_.resize(steps);
     row_.resize(stream_->head_dim);
     writers_.clear();
     for (kv_u32 head = 0; head < stream_->heads; ++head)
       writers_.emplace_back(RowPlace{&plan.outputs[block.output], block.rope < 0 ? nullptr : &plan.ropes[block.rope],
                                      plan.order + stream_->order, 1, stream_->head_dim, head, block.row,
-                                     block.rope_row, 0, stream_->n_pairs, narrow});
+                                     block.rope_row, 0, stream_->n_pairs, &narrow});
     return true;
   }
 
@@ -142,13 +131,14 @@ class BlockRun {
 
   // From here on tokens are sinks, or are not.
   void enter(bool sink) {
-    scale = sink ? 1 : (kv_i32)stream_->sink_div;
-    std::memset(has_shift, 0, steps);
+    Components& c = components;
+    c.scale = sink ? 1 : (kv_i32)stream_->sink_div;
+    std::memset(c.has_shift, 0, steps);
     for (kv_u32 i = 0; i < stream_->heads * stream_->head_dim; ++i) {
       const kv_u32 cls = sink ? sink_class(classes_[i], stream_->sink_classes) : classes_[i];
-      tables[i] = (kv_i32)(table_of(cls) * kSlots);
-      shifts[i] = (kv_i32)shift_of(cls);
-      has_shift[i / kStates] |= shifts[i] != 0;
+      c.tables[i] = (kv_i32)(table_of(cls) * kSlots);
+      c.shifts[i] = (kv_i32)shift_of(cls);
+      c.has_shift[i / kStates] |= c.shifts[i] != 0;
     }
   }
 
@@ -164,14 +154,15 @@ class BlockRun {
   }
 
   // Replace the residuals of the lanes in `mask`, which hold escapes and low bits, by the values that words tell.
-  __attribute__((noinline)) void patch(kv_u32 mask, const kv_i32* shift, kv_i32* q) {
+  __attribute__((noinline)) void patch(kv_u32 mask, kv_u32 step, kv_i32* q) {
+    const kv_i32* shift = components.shifts + (std::size_t)step * kStates;
     for (kv_u32 i = 0; i < kStates; ++i) {
       if (!(mask >> i & 1)) continue;
       kv_i32 value;
       if (!read_escape(words, value)) return park();
       const kv_i64 low = q[i] & ((1 << shift[i]) - 1);
       const kv_i64 residual = (kv_i64)value * ((kv_i64)1 << shift[i]) + low;
-      const kv_u64 distance = (kv_u64)(residual < 0 ? -residual : residual) * (kv_u64)scale;
+      const kv_u64 distance = (kv_u64)(residual < 0 ? -residual : residual) * (kv_u64)components.scale;
       if (distance >= kMaxDistance) return park();
       q[i] = (kv_i32)residual;
     }
@@ -180,13 +171,12 @@ class BlockRun {
   // Values of token `token` to the output.
   KV_HD void emit() {
     if (token < block_->skip) return;
-    const kv_i32* values = previous;
+    const kv_i32* values = components.previous;
     const kv_u32 width = stream_->head_dim;
     const float unit = stream_->unit;
     float* row = row_.data();
     for (RowWriter& writer : writers_) {
-      for (kv_u32 c = 0; c < width; ++c) row[c] = (float)values[c] * unit;
-      writer.write(token - block_->skip, row);
+      writer.write(token - block_->skip, values, unit, row);
       values += width;
     }
   }
@@ -198,7 +188,7 @@ class BlockRun {
 
   // After the last step wanted.
   Status status() {
-    if (fault) return kBadBlock;
+    if (fault || words.overrun()) return kBadBlock;
     if (block_->stop == block_->n_tokens) {
       if (!bare) make_bare();
       kv_u32 left = 0;
@@ -219,9 +209,9 @@ class BlockRun {
   const Block* block_;
   const Stream* stream_;
   const kv_u8* classes_;
-  Aligned<kv_i32> components_;
+  Aligned<kv_i32> arrays_;
   Aligned<float> row_;
-  std::vector<kv_u8> has_shift_;
+  Aligned<kv_u8> has_shift_;
   std::vector<RowWriter> writers_;
 };
 

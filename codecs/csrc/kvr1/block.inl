@@ -8,26 +8,26 @@ struct Cursor {
 };
 
 template <bool kRenormalise>
-KV_LEVEL void decode_step(BlockRun& run, const kv_u32* slots, States& x, Cursor& cursor, kv_u32 step, kv_u32 lanes,
-                          Magnitude& magnitude) {
+KV_LEVEL void decode_step(BlockRun& run, const Components& c, const kv_u32* slots, States& x, Cursor& cursor,
+                          kv_u32 step, kv_u32 lanes, Magnitude& magnitude) {
   if (KV_UNLIKELY(cursor.next > cursor.safe)) {
     run.words.next = cursor.next;
     run.go_on();
     cursor = {run.words.next, run.words.safe};
   }
   const std::size_t at = (std::size_t)step * kStates;
-  Residuals q = x.template symbols<kRenormalise>(lanes, slots, run.tables + at, cursor.next);
+  Residuals q = x.template symbols<kRenormalise>(lanes, slots, c.tables + at, cursor.next);
   const kv_u32 escaped = escapes(q, lanes);
-  if (run.has_shift[step]) x.template low_bits<kRenormalise>(lanes, run.shifts + at, q, cursor.next);
+  if (c.has_shift[step]) x.template low_bits<kRenormalise>(lanes, c.shifts + at, q, cursor.next);
   if (KV_UNLIKELY(escaped)) {
     kv_i32 residuals[kStates];
     store(q, residuals);
     run.words.next = cursor.next;
-    run.patch(escaped, run.shifts + at, residuals);
+    run.patch(escaped, step, residuals);
     cursor = {run.words.next, run.words.safe};
     q = load(residuals);
   }
-  reconstruct(lanes, q, run.mean + at, run.rho + at, run.scale, run.previous + at, magnitude);
+  reconstruct(lanes, q, c.mean + at, c.rho + at, c.scale, c.previous + at, magnitude);
 }
 
 // `rows` tokens of each run, all steps of which renormalise. Steps of two blocks alternate: each waits for its own last
@@ -36,20 +36,27 @@ template <int kRuns>
 KV_LEVEL void decode_rows(const kv_u32* slots, BlockRun* const (&runs)[kRuns], kv_u64 rows) {
   States x[kRuns];
   Cursor cursors[kRuns];
+  Components components[kRuns];  // copies, which stores into the arrays cannot change
+#pragma GCC unroll 2
   for (int r = 0; r < kRuns; ++r) {
     x[r].load(runs[r]->states);
     cursors[r] = {runs[r]->words.next, runs[r]->words.safe};
+    components[r] = runs[r]->components;
   }
   const kv_u32 last_lanes = runs[0]->last_lanes;
   const kv_u32 full_steps = runs[0]->steps - (last_lanes != kStates);
   for (bool fault = false; rows > 0 && !fault; --rows) {
     Magnitude magnitudes[kRuns];
-    for (kv_u32 step = 0; step < full_steps; ++step)
-      for (int r = 0; r < kRuns; ++r)
-        decode_step<true>(*runs[r], slots, x[r], cursors[r], step, kStates, magnitudes[r]);
+    for (kv_u32 step = 0; step < full_steps; ++step) {
+#pragma GCC unroll 2
+      for (int r = 0; r < kRuns; ++r)  // unrolled, so that states stay in registers
+        decode_step<true>(*runs[r], components[r], slots, x[r], cursors[r], step, kStates, magnitudes[r]);
+    }
     if (last_lanes != kStates)
+#pragma GCC unroll 2
       for (int r = 0; r < kRuns; ++r)
-        decode_step<true>(*runs[r], slots, x[r], cursors[r], full_steps, last_lanes, magnitudes[r]);
+        decode_step<true>(*runs[r], components[r], slots, x[r], cursors[r], full_steps, last_lanes, magnitudes[r]);
+#pragma GCC unroll 2
     for (int r = 0; r < kRuns; ++r) {
       runs[r]->fault |= magnitudes[r].reaches_limit();
       fault |= runs[r]->fault;
@@ -57,6 +64,7 @@ KV_LEVEL void decode_rows(const kv_u32* slots, BlockRun* const (&runs)[kRuns], k
       ++runs[r]->token;
     }
   }
+#pragma GCC unroll 2
   for (int r = 0; r < kRuns; ++r) {
     x[r].store(runs[r]->states);
     runs[r]->words.next = cursors[r].next;
@@ -78,9 +86,9 @@ KV_LEVEL void decode_ending(const kv_u32* slots, BlockRun& run, kv_u64 until) {
       }
       const kv_u32 lanes = step + 1 < run.steps ? kStates : run.last_lanes;
       if (run.bare)
-        decode_step<false>(run, slots, x, cursor, step, lanes, magnitude);
+        decode_step<false>(run, run.components, slots, x, cursor, step, lanes, magnitude);
       else
-        decode_step<true>(run, slots, x, cursor, step, lanes, magnitude);
+        decode_step<true>(run, run.components, slots, x, cursor, step, lanes, magnitude);
     }
     run.fault |= magnitude.reaches_limit();
     run.emit();

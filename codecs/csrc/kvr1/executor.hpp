@@ -13,11 +13,11 @@ enum Level : int { kPortable = 0, kAvx2 = 1, kAvx512 = 2 };
 
 inline bool level_supported(int level) {
   if (level == kPortable) return true;
-#if KV_HAS_AVX2
-  if (level == kAvx2) return avx2::supported();
+#if KV_X86
+  if (level == kAvx2) return avx2_supported();
 #endif
-#if KV_HAS_AVX512
-  if (level == kAvx512) return avx512::supported();
+#if KV_X86
+  if (level == kAvx512) return avx512_supported();
 #endif
   return false;
 }
@@ -53,22 +53,22 @@ inline const char* block_fault(const PlanTables& p, const Block& b) {
   return nullptr;
 }
 
-inline NarrowRow narrow_of(int level) {
-#if KV_HAS_AVX512
-  if (level == kAvx512) return avx512::narrow_row;
+inline const Narrow& narrow_of(int level) {
+#if KV_X86
+  if (level == kAvx512) return kNarrowAvx512;
 #endif
-#if KV_HAS_AVX2
-  if (level == kAvx2) return avx2::narrow_row;
+#if KV_X86
+  if (level == kAvx2) return kNarrowAvx2;
 #endif
   (void)level;
-  return kv::narrow_row;
+  return kNarrow;
 }
 
 inline void decode(const Tables& tables, BlockRun* const* runs, kv_u32 n, int level) {
-#if KV_HAS_AVX512
+#if KV_X86
   if (level == kAvx512) return avx512::decode(tables.slots, runs, n);
 #endif
-#if KV_HAS_AVX2
+#if KV_X86
   if (level == kAvx2) return avx2::decode(tables.slots, runs, n);
 #endif
   (void)level;

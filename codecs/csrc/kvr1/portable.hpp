@@ -20,38 +20,38 @@ struct States {
   void load(const kv_u32* from) { std::memcpy(x, from, sizeof x); }
   void store(kv_u32* to) const { std::memcpy(to, x, sizeof x); }
 
-  // Every state below 2^16 takes the next word, in lane order.
-  KV_LEVEL void renormalise(kv_u32 lanes, const kv_u8*& next) {
-    const kv_u8* at = next;
-    for (kv_u32 i = 0; i < lanes; ++i) {
-      const kv_u32 low = x[i] < kLeastState;
-      const kv_u32 filled = x[i] << 16 | load_word(at);
-      x[i] = low ? filled : x[i];
-      at += 2 * low;
-    }
-    next = at;
+  // A state below 2^16 takes the next word. By masks: a branch on it would be mispredicted half of the time.
+  KV_LEVEL static kv_u32 renormalised(kv_u32 x, const kv_u8* words, kv_u64& next) {
+    const kv_u64 mask = 0u - (kv_u64)(x < kLeastState);
+    const kv_u32 filled = x << 16 | load_word(words + 2 * next);
+    next -= mask;
+    return x ^ ((x ^ filled) & (kv_u32)mask);
   }
 
   template <bool kRenormalise>
   KV_LEVEL Residuals symbols(kv_u32 lanes, const kv_u32* slots, const kv_i32* tables, const kv_u8*& next) {
     Residuals q;
+    kv_u64 read = 0;
+#pragma GCC unroll 4
     for (kv_u32 i = 0; i < lanes; ++i) {
       const kv_u32 slot = slots[(kv_u32)tables[i] + (x[i] & (kSlots - 1))];
-      x[i] = slot_frequency(slot) * (x[i] >> kSlotBits) + slot_offset(slot);
+      const kv_u32 after = slot_frequency(slot) * (x[i] >> kSlotBits) + slot_offset(slot);
       q.v[i] = slot_value(slot);
+      x[i] = kRenormalise ? renormalised(after, next, read) : after;
     }
-    if (kRenormalise) renormalise(lanes, next);
+    next += 2 * read;
     return q;
   }
 
   template <bool kRenormalise>
   KV_LEVEL void low_bits(kv_u32 lanes, const kv_i32* shifts, Residuals& q, const kv_u8*& next) {
+    kv_u64 read = 0;
     for (kv_u32 i = 0; i < lanes; ++i) {
       const kv_u32 shift = (kv_u32)shifts[i];
       q.v[i] = (kv_i32)((kv_u32)q.v[i] << shift | (x[i] & ((1u << shift) - 1)));
-      x[i] >>= shift;
+      x[i] = kRenormalise ? renormalised(x[i] >> shift, next, read) : x[i] >> shift;
     }
-    if (kRenormalise) renormalise(lanes, next);
+    next += 2 * read;
   }
 };
 
@@ -81,15 +81,25 @@ struct Magnitude {
 KV_LEVEL void reconstruct(kv_u32 lanes, const Residuals& q, const kv_i32* mean, const kv_i32* rho, kv_i32 scale,
                           kv_i32* previous, Magnitude& magnitude) {
   kv_u32 any = 0;
-  for (kv_u32 i = 0; i < lanes; ++i) {
-    const kv_i32 value = mean[i] + ((rho[i] * (previous[i] - mean[i])) >> 4) + q.v[i] * scale;
-    any |= (kv_u32)(value < 0 ? -value : value);
-    previous[i] = value;
+  // Many CPUs multiply 32-bit vectors slowly.
+  if ((scale & (scale - 1)) == 0) {
+    const int shift = __builtin_ctz((kv_u32)scale);
+    for (kv_u32 i = 0; i < lanes; ++i) {
+      const kv_i32 prediction = mean[i] + ((rho[i] * (previous[i] - mean[i])) >> 4);
+      const kv_i32 value = prediction + (kv_i32)((kv_u32)q.v[i] << shift);
+      any |= (kv_u32)(value < 0 ? -value : value);
+      previous[i] = value;
+    }
+  } else {
+    for (kv_u32 i = 0; i < lanes; ++i) {
+      const kv_i32 prediction = mean[i] + ((rho[i] * (previous[i] - mean[i])) >> 4);
+      const kv_i32 value = prediction + q.v[i] * scale;
+      any |= (kv_u32)(value < 0 ? -value : value);
+      previous[i] = value;
+    }
   }
   magnitude.any |= any;
 }
-
-using kv::narrow_row;
 
 #include "block.inl"
 

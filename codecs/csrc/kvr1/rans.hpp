@@ -106,6 +106,7 @@ class Words {
   }
 
   bool at_end() const { return next == end_; }
+  bool overrun() const { return next > end_; }
 
  private:
   // Bytes a step may touch: its words, and the vector loads that begin at the last of them.
