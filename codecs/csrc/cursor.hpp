@@ -1,7 +1,8 @@
-// Reading stored bytes from the front, with every read checked. Host only.
+// Stored bytes: reading from the front with every read checked, writing varints. Host only.
 #pragma once
 
 #include <string>
+#include <vector>
 
 #include "lane.hpp"
 
@@ -39,5 +40,10 @@ struct Cursor {
     return (kv_i64)(v >> 1) ^ -(kv_i64)(v & 1);
   }
 };
+
+inline void append_varint(std::vector<kv_u8>& out, kv_u64 value) {
+  for (; value >= 0x80; value >>= 7) out.push_back((kv_u8)(value | 0x80));
+  out.push_back((kv_u8)value);
+}
 
 }  // namespace kv

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <vector>
 
+#include "cursor.hpp"
 #include "lane.hpp"
 #include "quantiser.hpp"
 #include "threads.hpp"
@@ -96,11 +97,6 @@ inline void encode_residual(RangeCursor& e, kv_u32* models, kv_i32 q) {
   if (k == 0) return;
   e.encode((w >> (k - 1)) & 1, models[kMantissa + k]);
   for (kv_u32 i = k - 1; i-- > 0;) e.encode_raw((w >> i) & 1);
-}
-
-inline void append_varint(std::vector<kv_u8>& out, kv_u64 value) {
-  for (; value >= 0x80; value >>= 7) out.push_back((kv_u8)(value | 0x80));
-  out.push_back((kv_u8)value);
 }
 
 // One block of the lane layout under construction: tokens come in, the payload can be taken at any moment.

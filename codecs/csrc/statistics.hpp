@@ -2,9 +2,11 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <vector>
 
-#include "quantiser.hpp"
+#include "lane.hpp"
+#include "simd.hpp"
 
 namespace kv {
 

@@ -65,6 +65,7 @@ def kvr1_encoder(
     mean: _I32,
     rho: _U8,
     cls: _U8,
+    wide: bool = True,
 ) -> KVR1Encoder: ...
 def block_encoder(
     prior: _U32,

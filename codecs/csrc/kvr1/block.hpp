@@ -1,5 +1,5 @@
 // One block under decoding: the plan's tables for it, its components laid out for vectors, where its rows go.
-// The instruction-set headers beside this one bring the loop over its steps. FORMAT.md, KVR1.
+// The instruction-set headers beside this one bring the loop over its steps. FORMAT.md section 9.
 #pragma once
 
 #include <vector>

@@ -1,4 +1,4 @@
-// The rANS encoder of KVR1: residuals of whole rows into words, backwards. FORMAT.md, KVR1. Host only.
+// The rANS encoder of KVR1: residuals of whole rows into words, backwards. FORMAT.md section 9. Host only.
 #pragma once
 
 #include <algorithm>
@@ -57,19 +57,17 @@ struct Step {
     kv_u32 any = 0;
     for (kv_u32 i = 0; i < kStates; ++i) {
       const kv_u32 symbol = (kv_u32)((q[i] >> shifts[i]) + kZeroSymbol);
-      const kv_u32 first = tables[i];
-      kv_u32 at = first + (symbol < kSymbols ? symbol : 0);
-      at = (t.symbols[at] & 0xFFFF) != 0 ? at : first;
+      const kv_u32 at = tables[i] + (symbol < kSymbols ? symbol : 0);
       const kv_u32 word = t.symbols[at];
-      frequency[i] = word & 0xFFFF;
+      frequency[i] = word & (kSlots - 1);
       start[i] = word >> 16;
       inverse[i] = t.inverse[at];
-      escape[i] = at == first;
+      escape[i] = word & kEscapes;
       any |= escape[i];
     }
     kv_u32 mask = 0;
     if (KV_UNLIKELY(any))
-      for (kv_u32 i = 0; i < lanes; ++i) mask |= escape[i] << i;
+      for (kv_u32 i = 0; i < lanes; ++i) mask |= (kv_u32)(escape[i] != 0) << i;
     return mask;
   }
 };
@@ -85,6 +83,13 @@ inline kv_u16* put_escapes(kv_u32 mask, const kv_i32* q, const kv_u32* shifts, k
     *--out = (kv_u16)((z & 0x7FFF) | (z > 0x7FFF) << 15);
   }
   return out;
+}
+
+// A state that is full gives up its low word.
+inline __attribute__((always_inline)) kv_u16* put_word(kv_u32& x, bool full, kv_u16* out) {
+  out[-1] = (kv_u16)x;
+  x = full ? x >> 16 : x;
+  return out - full;
 }
 
 // Rows of residuals to code, the last one first; of the last one only the steps before `from_step`.
@@ -114,19 +119,11 @@ KV_CLONES static kv_u16* code_rows_plain(const Tables& t, kv_u32* states, const 
       if (KV_UNLIKELY(escapes)) out = put_escapes(escapes, q, shifts, out);
       if (classes.has_shift[s]) {
         for (kv_u32 i = lanes; i-- > 0;) {
-          const kv_u32 full = shifts[i] != 0 && x[i] >> (32 - shifts[i]) != 0;
-          out[-1] = (kv_u16)x[i];
-          out -= full;
-          x[i] = full ? x[i] >> 16 : x[i];
+          out = put_word(x[i], shifts[i] != 0 && x[i] >> (32 - shifts[i]) != 0, out);
           x[i] = x[i] << shifts[i] | ((kv_u32)q[i] & ((1u << shifts[i]) - 1));
         }
       }
-      for (kv_u32 i = lanes; i-- > 0;) {
-        const kv_u32 full = x[i] >= step.frequency[i] << 21;
-        out[-1] = (kv_u16)x[i];
-        out -= full;
-        x[i] = full ? x[i] >> 16 : x[i];
-      }
+      for (kv_u32 i = lanes; i-- > 0;) out = put_word(x[i], x[i] >= step.frequency[i] << 21, out);
       for (kv_u32 i = 0; i < kStates; ++i) {
         const kv_u32 f = step.frequency[i];
         kv_u32 quotient = (kv_u32)(kv_i32)((float)x[i] * step.inverse[i]);
@@ -150,22 +147,17 @@ struct Half512 {
   // Mask of the lanes that escape.
   KV_AVX512_INLINE __mmask16 look_up(const Tables& t, const kv_i32* residuals, const kv_u32* tables,
                                      const kv_u32* shifts) {
-    const __m512i first = _mm512_loadu_si512(tables), low_word = _mm512_set1_epi32(0xFFFF);
     q = _mm512_loadu_si512(residuals);
     shift = _mm512_loadu_si512(shifts);
+    const __m512i first = _mm512_loadu_si512(tables);
     const __m512i symbol = _mm512_add_epi32(_mm512_srav_epi32(q, shift), _mm512_set1_epi32(kZeroSymbol));
     const __mmask16 known = _mm512_cmplt_epu32_mask(symbol, _mm512_set1_epi32(kSymbols));
-    __m512i at = _mm512_mask_add_epi32(first, known, first, symbol);
-    __m512i word = _mm512_i32gather_epi32(at, t.symbols, 4);
-    const __mmask16 never = _mm512_testn_epi32_mask(word, low_word);
-    if (KV_UNLIKELY(never)) {
-      at = _mm512_mask_mov_epi32(at, never, first);
-      word = _mm512_mask_i32gather_epi32(word, never, first, t.symbols, 4);
-    }
-    frequency = _mm512_and_si512(word, low_word);
+    const __m512i at = _mm512_mask_add_epi32(first, known, first, symbol);
+    const __m512i word = _mm512_i32gather_epi32(at, t.symbols, 4);
+    frequency = _mm512_and_si512(word, _mm512_set1_epi32(kSlots - 1));
     start = _mm512_srli_epi32(word, 16);
     inverse = _mm512_i32gather_ps(at, t.inverse, 4);
-    return _mm512_mask_cmpeq_epi32_mask(active, at, first);
+    return _mm512_mask_test_epi32_mask(active, word, _mm512_set1_epi32((int)kEscapes));
   }
 
   // Lanes in `full` give up their low word.
@@ -237,11 +229,11 @@ KV_AVX512 inline kv_u16* code_rows_avx512(const Tables& t, kv_u32* states, const
 }
 #endif
 
-inline kv_u16* code_rows(const Tables& t, kv_u32* states, const CodedRows& rows, kv_u16* out) {
+inline kv_u16* code_rows(const Tables& t, kv_u32* states, const CodedRows& rows, kv_u16* out, bool wide) {
 #if KV_X86
-  static const bool wide = avx512_supported();
   if (wide) return code_rows_avx512(t, states, rows, out);
 #endif
+  (void)wide;
   return code_rows_plain(t, states, rows, out);
 }
 

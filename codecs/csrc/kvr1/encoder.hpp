@@ -1,5 +1,5 @@
 // Encoder of KVR1: quantises token by token as they come, codes the block backwards when the payload is asked for.
-// FORMAT.md, KVR1. Host only.
+// FORMAT.md section 9. Host only.
 #pragma once
 
 #include <algorithm>
@@ -24,6 +24,7 @@ class BlockEncoder {
     kv_u32 sink_div;
     kv_u32 sink_classes;
     kv_u64 first_token;
+    bool wide;    // code with AVX-512, which gives the same
   };
 
   // mean, rho and class: one entry per channel, [heads][head_dim]. `tables` must outlive the encoder.
@@ -94,7 +95,7 @@ class BlockEncoder {
       kv_u16* out = words.reserve(rows * stride * kMaxSymbolWords + 1);
       const CodedRows coded{residuals_.data() + first * stride, rows, steps_, last_lanes_,
                             (kv_u32)(left - row * steps_), sink ? &sinks_ : &body_};
-      words.resume(code_rows(*tables_, states, coded, out));
+      words.resume(code_rows(*tables_, states, coded, out, g_.wide));
       left = first * steps_;
     }
     std::vector<kv_u8> out(kHeadBytes + 2 * words.size());

@@ -1,4 +1,4 @@
-// KVR1: classes, frequency tables, the words of a payload, and the arithmetic of one rANS state. FORMAT.md, KVR1.
+// KVR1: classes, frequency tables, the words of a payload, and the arithmetic of one rANS state. FORMAT.md section 9.
 //
 // The coder knows components and residuals only: not heads, channels or tokens, nor what a residual is predicted from.
 #pragma once
@@ -37,11 +37,14 @@ KV_HD kv_u32 slot_frequency(kv_u32 slot) { return slot & (kSlots - 1); }
 KV_HD kv_u32 slot_offset(kv_u32 slot) { return slot >> kSlotBits & (kSlots - 1); }
 KV_HD kv_i32 slot_value(kv_u32 slot) { return (kv_i32)slot >> 26; }
 
-// The frozen frequencies as decoders and encoders look them up.
+// What coding a symbol takes, in one word: its start from bit 16, kEscapes, its frequency in bits 0 to 10.
+constexpr kv_u32 kEscapes = 1u << 15;
+
+// The frozen frequencies as decoders and encoders look them up. A symbol of frequency 0 is coded as the escape.
 struct Tables {
   alignas(64) kv_u32 slots[kTables * kSlots];
-  alignas(64) kv_u32 symbols[kTables * kSymbols];  // frequency | start << 16
-  alignas(64) float inverse[kTables * kSymbols];   // 1 / frequency, a little less; 0 for frequency 0
+  alignas(64) kv_u32 symbols[kTables * kSymbols];
+  alignas(64) float inverse[kTables * kSymbols];  // 1 / frequency, a little less
 
   // Frequencies [kTables][kSymbols], each row 2048 in all, no symbol alone, escapes possible. False: they are not.
   bool build(const kv_u16* frequencies) {
@@ -51,9 +54,10 @@ struct Tables {
       for (kv_u32 s = 0; s < kSymbols; ++s) {
         const kv_u32 f = frequencies[s];
         if (f >= kSlots || f > kSlots - start) return false;
-        symbols[t * kSymbols + s] = f | start << 16;
+        const kv_u32 coded = f > 0 ? f : frequencies[0];
+        symbols[t * kSymbols + s] = f > 0 && s > 0 ? f | start << 16 : coded | kEscapes;
         // So that x * inverse, x < 2^21 f, is never above the quotient and less than one below it.
-        inverse[t * kSymbols + s] = f == 0 ? 0.0f : (float)(1.0 / f * (1.0 - 1.5 / (1 << 23)));
+        inverse[t * kSymbols + s] = (float)(1.0 / coded * (1.0 - 1.5 / (1 << 23)));
         for (kv_u32 i = 0; i < f; ++i)
           slots[t * kSlots + start + i] = ((kv_u32)(s - kZeroSymbol) << 26) | i << kSlotBits | f;
         start += f;
