@@ -10,6 +10,16 @@ union FloatBits {
   kv_u32 bits;
 };
 
+// Multiplying by 2^112 moves the exponent, of subnormals too; infinities and NaN keep all ones.
+KV_HD float from_float16(kv_u16 bits) {
+  FloatBits f, largest;
+  f.bits = (kv_u32)(bits & 0x7FFF) << 13;
+  f.value *= 5.192296858534828e+33f;
+  largest.bits = (kv_u32)(bits & 0x7FFF) << 13 | 0x7F800000u;
+  f.bits = ((bits & 0x7C00) == 0x7C00 ? largest.bits : f.bits) | (kv_u32)(bits & 0x8000) << 16;
+  return f.value;
+}
+
 // Without branches or selections, so that loops over rows vectorise on any CPU. Adding 2^13 times the power of two at or
 // below |value|, at least 2^-14, leaves the rounded mantissa of the float16 in the lowest bits of the sum.
 // Infinity where a finite value overflows.

@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from . import _core
 from .errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -45,6 +46,8 @@ def as_float32(x: npt.NDArray[np.generic]) -> F32:
         wide = np.ascontiguousarray(x).view(np.uint16).astype(np.uint32)
         wide <<= 16
         return wide.view(np.float32)
+    if x.dtype == np.float16 and x.ndim == 3:  # ten times faster than astype
+        return _core.widen_float16(np.ascontiguousarray(x, np.float16).view(np.uint16))
     with np.errstate(over="ignore"):
         return np.ascontiguousarray(x, dtype=np.float32)
 

@@ -19,6 +19,7 @@ NB_MODULE(_core, m) {
   nanobind::register_exception_translator(translate_fault);
   nanobind::set_leak_warnings(false);
   kv::bindings::bind_headers(m);
+  kv::bindings::bind_tensor(m);
   kv::bindings::bind_statistics(m);
   kv::bindings::bind_tkv1(m);
   kv::bindings::bind_kvr1(m);

@@ -23,6 +23,7 @@ void bind_headers(nb::module_& m);
 void bind_kvr1(nb::module_& m);
 void bind_memory(nb::module_& m);
 void bind_statistics(nb::module_& m);
+void bind_tensor(nb::module_& m);
 void bind_tkv1(nb::module_& m);
 
 [[noreturn]] inline void invalid(const std::string& message) { throw Fault{"InvalidArgument", message}; }

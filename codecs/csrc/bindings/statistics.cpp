@@ -1,30 +1,10 @@
-// Stream statistics, and the check of values against a limit.
+// Stream statistics.
 #include "../statistics.hpp"
 #include "python.hpp"
 
 namespace kv::bindings {
 
 namespace {
-
-KV_CLONES static bool all_below(const float* x, size_t n, float limit) {
-  kv_i32 fine = 1;
-  for (size_t i = 0; i < n; ++i) fine &= (kv_i32)(std::fabs(x[i]) < limit);
-  return fine != 0;
-}
-
-// Flat index of the first value whose magnitude is not below `limit` (NaN included), or -1.
-kv_i64 find_beyond(const Array3<float>& x, float limit) {
-  nb::gil_scoped_release release;
-  const float* values = x.data();
-  const size_t n = x.size(), stride = 4096;
-  for (size_t begin = 0; begin < n; begin += stride) {
-    const size_t end = std::min(n, begin + stride);
-    const bool fine = all_below(values + begin, end - begin, limit);
-    for (size_t i = begin; !fine && i < end; ++i)
-      if (!(std::fabs(values[i]) < limit)) return (kv_i64)i;
-  }
-  return -1;
-}
 
 template <class T>
 void check_chunk(const Statistics& s, const Array3<T>& x) {
@@ -82,7 +62,6 @@ void bind_statistics(nb::module_& m) {
       .def_prop_ro("sum_squares", &Statistics::sum_squares)
       .def_prop_ro("largest", &Statistics::largest)
       .def_prop_ro("n_tokens", &Statistics::n_tokens);
-  m.def("find_beyond", &find_beyond, "x"_a, "limit"_a);
 }
 
 }  // namespace kv::bindings
