@@ -131,18 +131,18 @@ class Blocks:
     ]:
         """Return blocks, streams, and the mean, rho, class and order tables they index."""
         tables = [entry[0] for entry in self._tables.values()]
-        streams = np.zeros(len(tables), STREAM_DTYPE)
+        streams: list[tuple[float, ...]] = []
         components = order = 0
-        for row, t in zip(streams, tables, strict=True):
-            row["components"], row["order"] = components, order
-            row["heads"], row["head_dim"], row["n_pairs"] = t.heads, t.head_dim, t.n_pairs
-            row["sink"], row["sink_div"], row["unit"] = t.sink, t.sink_div, t.unit
-            row["sink_classes"] = t.sink_classes
+        for t in tables:
+            streams.append(
+                (components, order, t.sink, t.heads, t.head_dim)
+                + (t.n_pairs, t.sink_div, t.sink_classes, t.unit)
+            )
             components += t.mean.size
             order += t.head_dim
         return (
             np.array(self.rows, BLOCK_DTYPE),
-            streams,
+            np.array(streams, STREAM_DTYPE),
             np.concatenate([t.mean for t in tables]),
             np.concatenate([t.rho for t in tables]),
             np.concatenate([t.cls for t in tables]),

@@ -12,7 +12,7 @@ import mmap
 import struct
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import google_crc32c
 import numpy as np
@@ -34,6 +34,7 @@ RECORD_HEAD_BYTES: Final = 20
 _HEADER: Final = struct.Struct("<4sBBBBQQQIIQddQ")
 _RECORD_HEAD: Final = struct.Struct("<4sB3sQ")
 _CRC: Final = struct.Struct("<I")
+_PAYLOAD_BYTES: Final = 7  # the index of that field
 _KINDS: Final[tuple[Kind, Kind]] = ("k", "v")
 # Positions stay below this, so that first_token + n_tokens never wraps in a signed 64-bit word.
 _MAX_TOKEN: Final = 2**63
@@ -43,10 +44,10 @@ def crc32c(*parts: BytesLike) -> int:
     """Return the CRC-32C (Castagnoli) of the concatenation of `parts`."""
     crc = 0
     for part in parts:
-        view = byte_view(part)
-        if view.nbytes:
+        n_bytes = part.nbytes if isinstance(part, memoryview | np.ndarray) else len(part)
+        if n_bytes:
             # google_crc32c takes bytes and arrays but no memoryview; this wraps without a copy.
-            crc = google_crc32c.extend(crc, np.frombuffer(view, dtype=np.uint8))
+            crc = google_crc32c.extend(crc, np.frombuffer(part, dtype=np.uint8))
     return crc
 
 
@@ -173,9 +174,7 @@ class FrameHeader:
             Written by a newer release.
         """
         prefix = _prefix(where)
-        view = byte_view(data)
-        _check_magic(view, prefix)
-        return _read_fields(view, prefix)
+        return _header_of(_unpack_fields(byte_view(data), prefix), prefix)
 
     @property
     def stop_token(self) -> int:
@@ -274,13 +273,12 @@ def open_frame(data: BytesLike, where: str = "") -> tuple[FrameHeader, memoryvie
     """
     prefix = _prefix(where)
     view = byte_view(data)
-    _check_magic(view, prefix)
-    payload_bytes = int.from_bytes(view[24:32], "little")
-    _check_length("frame", view.nbytes, HEADER_BYTES + payload_bytes, prefix)
+    fields = _unpack_fields(view, prefix)
+    _check_length("frame", view.nbytes, HEADER_BYTES + fields[_PAYLOAD_BYTES], prefix)
     # The checksum goes first: a flipped reserved flag is damage, not a newer release.
     payload = view[HEADER_BYTES:]
     _check_crc("frame", crc32c(view[: _HEADER.size], payload), view[72:76], prefix)
-    return _read_fields(view, prefix), payload
+    return _header_of(fields, prefix), payload
 
 
 def seal_record(magic: bytes, payload: BytesLike) -> bytes:
@@ -337,13 +335,15 @@ def byte_view(data: BytesLike) -> memoryview:
     return view.cast("B") if view.nbytes else memoryview(b"")
 
 
-def _check_magic(view: memoryview, prefix: str) -> None:
+def _unpack_fields(view: memoryview, prefix: str) -> tuple[Any, ...]:
+    """Return the fields of a frame header once its magic and version are right."""
     if view.nbytes < HEADER_BYTES:
         raise Truncated(f"{prefix}frame header: {view.nbytes} of {HEADER_BYTES} bytes")
-    magic = bytes(view[:4])
-    if magic != FRAME_MAGIC:
-        raise Corrupt(f"{prefix}frame header: magic {magic!r}, expected {FRAME_MAGIC!r}")
-    _check_version("frame", view[4], FRAME_VERSION, prefix)
+    fields = _HEADER.unpack_from(view)
+    if fields[0] != FRAME_MAGIC:
+        raise Corrupt(f"{prefix}frame header: magic {fields[0]!r}, expected {FRAME_MAGIC!r}")
+    _check_version("frame", fields[1], FRAME_VERSION, prefix)
+    return fields
 
 
 def _check_version(what: str, found: int, known: int, prefix: str) -> None:
@@ -368,8 +368,7 @@ def _check_crc(what: str, computed: int, stored: memoryview, prefix: str) -> Non
         raise Corrupt(f"{prefix}{what}: crc32c {computed:#010x}, header says {expected:#010x}")
 
 
-def _read_fields(view: memoryview, prefix: str) -> FrameHeader:
-    fields = _HEADER.unpack_from(view)
+def _header_of(fields: tuple[Any, ...], prefix: str) -> FrameHeader:
     codec, kind, flags, owner, first_token, payload_bytes = fields[2:8]
     layer, n_tokens, tag, max_error, sum_squares, n_values = fields[8:]
     if kind >= len(_KINDS):
