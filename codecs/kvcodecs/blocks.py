@@ -134,10 +134,8 @@ class Blocks:
         streams: list[tuple[float, ...]] = []
         components = order = 0
         for t in tables:
-            streams.append(
-                (components, order, t.sink, t.heads, t.head_dim)
-                + (t.n_pairs, t.sink_div, t.sink_classes, t.unit)
-            )
+            shape, sinks = (t.heads, t.head_dim, t.n_pairs), (t.sink_div, t.sink_classes)
+            streams.append((components, order, t.sink, *shape, *sinks, t.unit))
             components += t.mean.size
             order += t.head_dim
         return (
