@@ -12,6 +12,7 @@ constexpr bool kTogether = false;  // scalar code has enough to do while it wait
 
 struct Residuals {
   kv_i32 v[kStates];
+  kv_u32 slots;  // all slots met, or-ed: whether one of them escapes
 };
 
 struct States {
@@ -31,15 +32,18 @@ struct States {
   template <bool kRenormalise>
   KV_LEVEL Residuals symbols(kv_u32 lanes, const kv_u32* slots, const kv_i32* tables, const kv_u8*& next) {
     Residuals q;
+    kv_u32 met = 0;
     kv_u64 read = 0;
 #pragma GCC unroll 4
     for (kv_u32 i = 0; i < lanes; ++i) {
       const kv_u32 slot = slots[(kv_u32)tables[i] + (x[i] & (kSlots - 1))];
       const kv_u32 after = slot_frequency(slot) * (x[i] >> kSlotBits) + slot_offset(slot);
+      met |= slot;
       q.v[i] = slot_value(slot);
       x[i] = kRenormalise ? renormalised(after, next, read) : after;
     }
     next += 2 * read;
+    q.slots = met;
     return q;
   }
 
@@ -58,9 +62,7 @@ struct States {
 // Lanes that hold the escape.
 KV_LEVEL kv_u32 escapes(const Residuals& q, kv_u32 lanes) {
   kv_u32 mask = 0;
-  kv_u32 any = 0;
-  for (kv_u32 i = 0; i < lanes; ++i) any |= (kv_u32)(q.v[i] == kEscape);
-  if (KV_UNLIKELY(any))
+  if (KV_UNLIKELY(q.slots & kSlotEscapes))
     for (kv_u32 i = 0; i < lanes; ++i) mask |= (kv_u32)(q.v[i] == kEscape) << i;
   return mask;
 }
@@ -69,6 +71,7 @@ KV_LEVEL void store(const Residuals& q, kv_i32* to) { std::memcpy(to, q.v, sizeo
 KV_LEVEL Residuals load(const kv_i32* from) {
   Residuals q;
   std::memcpy(q.v, from, sizeof q.v);
+  q.slots = 0;
   return q;
 }
 

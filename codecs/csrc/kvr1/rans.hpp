@@ -31,8 +31,9 @@ KV_HD kv_u32 sink_class(kv_u32 cls, kv_u32 sink_classes) {
   return cls + sink_classes < kSpreadClasses ? cls + sink_classes : kSpreadClasses - 1;
 }
 
-// What a slot of a table means, in one word: value in bits 26 to 31 (signed), slot - start in 11 to 21, frequency in 0
-// to 10.
+// What a slot of a table means, in one word: value in bits 26 to 31 (signed), kSlotEscapes, slot - start in bits 11 to 21,
+// frequency in 0 to 10.
+constexpr kv_u32 kSlotEscapes = 1u << 22;
 KV_HD kv_u32 slot_frequency(kv_u32 slot) { return slot & (kSlots - 1); }
 KV_HD kv_u32 slot_offset(kv_u32 slot) { return slot >> kSlotBits & (kSlots - 1); }
 KV_HD kv_i32 slot_value(kv_u32 slot) { return (kv_i32)slot >> 26; }
@@ -59,7 +60,8 @@ struct Tables {
         // So that x * inverse, x < 2^21 f, is never above the quotient and less than one below it.
         inverse[t * kSymbols + s] = (float)(1.0 / coded * (1.0 - 1.5 / (1 << 23)));
         for (kv_u32 i = 0; i < f; ++i)
-          slots[t * kSlots + start + i] = ((kv_u32)(s - kZeroSymbol) << 26) | i << kSlotBits | f;
+          slots[t * kSlots + start + i] =
+              ((kv_u32)(s - kZeroSymbol) << 26) | (s == 0 ? kSlotEscapes : 0) | i << kSlotBits | f;
         start += f;
       }
       if (start != kSlots) return false;
