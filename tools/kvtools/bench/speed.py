@@ -31,7 +31,7 @@ from kvtools.sample import Sample
 #: As many layers are timed as have so many values for each core: no action takes long then.
 VALUES_PER_CORE = 1 << 20
 ROUNDS_PER_REP = 10
-LEAST_SECONDS = 2e-3
+LEAST_SECONDS = 1e-2
 MEMCPY = "memcpy"
 _NOTES: dict[Clock, str] = {"cpu": "CPU time, one thread", "wall": "wall time"}
 
