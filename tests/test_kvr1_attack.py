@@ -41,7 +41,7 @@ def add(plan, params, payload, first, n_tokens, out, where=""):
 
 
 def damage(rng, payload):
-    """Return bytes that do not decode: words missing, words too many, other bare steps, a bad state."""
+    """Return bytes that do not decode: too few or many words, other bare steps, a bad state."""
     kind = rng.integers(0, 4)
     if kind == 0 and len(payload) > 131:
         return payload[: 129 + 2 * int(rng.integers(0, (len(payload) - 129) // 2))]
