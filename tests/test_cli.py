@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import kvcodecs
 import ml_dtypes
 import numpy as np
 import pytest
@@ -568,8 +569,8 @@ def test_advice_is_for_a_shell(run, tmp_path, source, monkeypatch):
         fails(result, f"{archive}: not writable here; get write access to it")
         assert "mode=" not in result[2]
     monkeypatch.undo()
-    package = Path(kvstore.__file__).parent
-    library = "".join(path.read_text() for path in package.rglob("*.py"))
+    packages = [Path(package.__file__).parent for package in (kvstore, kvcodecs)]
+    library = "".join(path.read_text() for p in packages for path in p.rglob("*.py"))
     for advice in cli.ADVICE:
         assert advice in library, "the library words it differently now"
 

@@ -1,6 +1,7 @@
 """What every lossy codec keeps: bounds, steps, refusals, and blocks that can be taken up again."""
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -438,3 +439,19 @@ def test_numbers_of_numpy_are_numbers(lossy, step):
     config = lossy(step=step)
     assert type(config.step) is float
     assert config_from_json(config.to_json()) == config
+
+
+@both
+def test_threads_may_meet_in_one_encoder(lossy):
+    x = values((2, 8, 8))
+    encoder = Stream(lossy(), x).encode(x)
+
+    def work(_):
+        for _ in range(50):
+            encoder.push(x)
+            encoder.payload()
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
+    assert encoder.n_tokens == 201 * 8
+    assert encoder.error.n_values == 201 * x.size

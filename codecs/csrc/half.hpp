@@ -10,14 +10,15 @@ union FloatBits {
   kv_u32 bits;
 };
 
-// Multiplying by 2^112 moves the exponent, of subnormals too; infinities and NaN keep all ones.
+// No subnormal float32 is met on the way, as some processes have them flushed to zero.
 KV_HD float from_float16(kv_u16 bits) {
-  FloatBits f, largest;
-  f.bits = (kv_u32)(bits & 0x7FFF) << 13;
-  f.value *= 5.192296858534828e+33f;
-  largest.bits = (kv_u32)(bits & 0x7FFF) << 13 | 0x7F800000u;
-  f.bits = ((bits & 0x7C00) == 0x7C00 ? largest.bits : f.bits) | (kv_u32)(bits & 0x8000) << 16;
-  return f.value;
+  FloatBits normal, small;
+  const kv_u32 magnitude = (kv_u32)(bits & 0x7FFF) << 13;
+  normal.bits = magnitude + ((bits & 0x7C00) == 0x7C00 ? 0x70000000u : 0x38000000u);
+  small.bits = magnitude + 0x38800000u;  // below 2^-14: its bits behind a leading 2^-14, which is taken away
+  small.value -= 6.103515625e-05f;
+  normal.bits = ((bits & 0x7C00) == 0 ? small.bits : normal.bits) | (kv_u32)(bits & 0x8000) << 16;
+  return normal.value;
 }
 
 // Without branches or selections, so that loops over rows vectorise on any CPU. Adding 2^13 times the power of two at or

@@ -160,7 +160,9 @@ class QuantisingCodec(ABC, Generic[ConfigT, ParamsT]):
 
         low, high = rms * 1e-5, rms * 10.0
         if rate(high) > bpv:
-            raise InvalidArgument(f"bpv {bpv:g} is not reachable: a block's overhead needs more")
+            raise InvalidArgument(
+                f"bpv {bpv:g} is not reachable: a block's overhead needs more; give more bits"
+            )
         while high / low > _SEARCH_RATIO:
             middle = math.sqrt(low * high)
             if rate(middle) > bpv:

@@ -214,7 +214,7 @@ class Plan:
         InvalidArgument
             A value beyond the range of a float16 or bfloat16 output; ask for float32.
         """
-        if n_threads is not None and not (isinstance(n_threads, int) and 0 <= n_threads <= 4096):
+        if n_threads is not None and not (type(n_threads) is int and 0 <= n_threads <= 4096):
             raise InvalidArgument(f"n_threads {n_threads!r}: None, or 0 to 4096")
         if simd is not None and simd not in SIMD_LEVELS:
             raise InvalidArgument(f"simd {simd!r}: None, or one of {', '.join(SIMD_LEVELS)}")

@@ -180,7 +180,10 @@ def session_step(step: float, sink_div: int, where: str) -> float:
     unit = step / sink_div
     # A little above the least normal number, since the unit is rounded down below.
     if not (unit_fits(unit) and unit_fits(unit * (1 - 2.0**-7))):
-        raise InvalidArgument(f"{where}: step {step!r} over sink_div {sink_div} is outside float32")
+        raise InvalidArgument(
+            f"{where}: step {step!r} over sink_div {sink_div} is outside float32; use Raw() or a "
+            "larger bound"
+        )
     mantissa, exponent = math.frexp(unit)
     return (
         math.ldexp(math.floor(math.ldexp(mantissa, _UNIT_BITS)), exponent - _UNIT_BITS) * sink_div

@@ -40,6 +40,8 @@ ADVICE = {
     "open it with mode='r'": "get write access to it, or copy it and write to the copy",
     "open it with mode='a' to begin an archive": "kvstore pack begins an archive",
     "reopen with a larger map_size": "remove sessions, or pack into another archive",
+    "use Raw() or a larger bound": "use --codec raw or a larger bound",
+    "ask for float32": "use --dtype float32",
 }
 
 #: Bounds of what `bench` repeats and writes.

@@ -16,7 +16,7 @@ void build_tables(kvr1::Tables* tables, const Array2<kv_u16>& frequencies) {
     invalid("frequency tables: rows of sum 2048 with an escape and no symbol alone expected");
 }
 
-kvr1::BlockEncoder kvr1_encoder(const kvr1::Tables& tables, kv_u32 heads, kv_u32 head_dim, float unit,
+std::unique_ptr<Locked<kvr1::BlockEncoder>> kvr1_encoder(const kvr1::Tables& tables, kv_u32 heads, kv_u32 head_dim, float unit,
                                     kv_u64 sink, kv_u32 sink_div, kv_u32 sink_classes, kv_u64 first_token,
                                     const Array1<kv_i32>& mean, const Array1<kv_u8>& rho, const Array1<kv_u8>& cls,
                                     bool wide) {
@@ -31,7 +31,7 @@ kvr1::BlockEncoder kvr1_encoder(const kvr1::Tables& tables, kv_u32 heads, kv_u32
     if (std::abs((kv_i64)mean.data()[i]) >= kValueLimit) invalid("mean out of range");
   const kvr1::BlockEncoder::Geometry geometry{heads, head_dim, (double)unit, sink, sink_div, sink_classes,
                                                   first_token, wide && avx512_supported()};
-  return kvr1::BlockEncoder(geometry, mean.data(), rho.data(), cls.data(), tables);
+  return locked(kvr1::BlockEncoder(geometry, mean.data(), rho.data(), cls.data(), tables));
 }
 
 // blocks: bytes of BLOCK_DTYPE rows, streams: bytes of STREAM_DTYPE rows. Returns one status a block.

@@ -20,7 +20,7 @@ void check_prior(const Array1<kv_u32>& prior) {
   if (!fine) invalid("prior table: a model outside [64, 65472]");
 }
 
-BlockEncoder new_block_encoder(const Array1<kv_u32>& prior, kv_u32 heads, kv_u32 head_dim, kv_u32 width,
+std::unique_ptr<Locked<BlockEncoder>> new_block_encoder(const Array1<kv_u32>& prior, kv_u32 heads, kv_u32 head_dim, kv_u32 width,
                                    float unit, kv_u64 sink, kv_u32 sink_div, kv_u64 first_token,
                                    const Array1<kv_i32>& mean, const Array1<kv_u8>& rho, const Array1<kv_u8>& cls) {
   check_prior(prior);
@@ -33,7 +33,7 @@ BlockEncoder new_block_encoder(const Array1<kv_u32>& prior, kv_u32 heads, kv_u32
   for (size_t i = 0; i < n; ++i)
     if (std::abs((kv_i64)mean.data()[i]) >= kValueLimit) invalid("mean out of range");
   const BlockEncoder::Geometry geometry{heads, head_dim, width, (double)unit, sink, sink_div, first_token};
-  return BlockEncoder(geometry, mean.data(), rho.data(), cls.data(), prior.data());
+  return locked(BlockEncoder(geometry, mean.data(), rho.data(), cls.data(), prior.data()));
 }
 
 StreamParams stream_params(const Array1<kv_u32>& prior, kv_u32 heads, kv_u32 head_dim, double step, kv_u64 sink,

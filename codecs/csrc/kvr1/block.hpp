@@ -62,9 +62,14 @@ struct PlanTables {
 struct Components {
   kv_i32 *mean, *rho, *previous;
   kv_i32 *tables, *shifts;  // first slot of each component's table, low bits of its class
-  kv_u8* has_shift;         // of each step
+  kv_u8* special;           // of each step: why its residuals are more than values of slots, or 0
   kv_i32 scale;
+  kv_u32 scale_shift;       // log2 of a scale that is a power of two
 };
+enum Special : kv_u8 { kHasShift = 1, kOddScale = 2 };
+
+// How rows go to the output: the common ways from vector to vector, all others through RowWriter.
+enum Emission : kv_u8 { kGeneral, kPlain16, kPlain32, kRotated16, kRotated32 };
 
 class BlockRun {
  public:
@@ -78,6 +83,8 @@ class BlockRun {
   kv_u64 bare_from;             // the step from which nothing renormalises
   bool bare;                    // whether that step was passed
   bool fault;
+  Emission emission;
+  kv_i32 large;                 // a power of two: rows with smaller magnitudes overflow in no way
 
   // False: the payload is too short or its states are none.
   bool start(const PlanTables& plan, const Block& block, const Narrow& narrow) {
@@ -111,8 +118,9 @@ class BlockRun {
       c.mean[i] = c.previous[i] = plan.mean[stream_->components + i];
       c.rho[i] = plan.rho[stream_->components + i];
     }
-    c.has_shift = has_shift_.resize(steps);
+    c.special = special_.resize(steps);
     row_.resize(stream_->head_dim);
+    choose_emission(plan);
     writers_.clear();
     for (kv_u32 head = 0; head < stream_->heads; ++head)
       writers_.emplace_back(RowPlace{&plan.outputs[block.output], block.rope < 0 ? nullptr : &plan.ropes[block.rope],
@@ -133,12 +141,13 @@ class BlockRun {
   void enter(bool sink) {
     Components& c = components;
     c.scale = sink ? 1 : (kv_i32)stream_->sink_div;
-    std::memset(c.has_shift, 0, steps);
+    c.scale_shift = (kv_u32)__builtin_ctz((kv_u32)c.scale);
+    std::memset(c.special, c.scale == 1 << c.scale_shift ? 0 : kOddScale, steps);
     for (kv_u32 i = 0; i < stream_->heads * stream_->head_dim; ++i) {
       const kv_u32 cls = sink ? sink_class(classes_[i], stream_->sink_classes) : classes_[i];
       c.tables[i] = (kv_i32)(table_of(cls) * kSlots);
       c.shifts[i] = (kv_i32)shift_of(cls);
-      c.has_shift[i / kStates] |= c.shifts[i] != 0;
+      if (c.shifts[i] != 0) c.special[i / kStates] |= kHasShift;
     }
   }
 
@@ -168,18 +177,27 @@ class BlockRun {
     }
   }
 
-  // Values of token `token` to the output.
-  KV_HD void emit() {
-    if (token < block_->skip) return;
+  // Whether the token is wanted, and where its rows go when emission is not general.
+  bool emits() const { return token >= block_->skip; }
+  const Stream& stream() const { return *stream_; }
+  float* scratch() { return row_.data(); }
+  template <class T>
+  T* target(kv_u32 head) const {
+    const kv_u64 row = block_->row + token - block_->skip;
+    return (T*)output_->data + (kv_i64)head * output_->head_stride + (kv_i64)row * output_->row_stride + first_channel_;
+  }
+  const float* cos() const { return rope_->cos + rope_entry(); }
+  const float* sin() const { return rope_->sin + rope_entry(); }
+
+  // The token's values to the output, whatever they are.
+  KV_HD void emit_general() {
     const kv_i32* values = components.previous;
-    const kv_u32 width = stream_->head_dim;
-    const float unit = stream_->unit;
-    float* row = row_.data();
     for (RowWriter& writer : writers_) {
-      writer.write(token - block_->skip, values, unit, row);
-      values += width;
+      writer.write(token - block_->skip, values, stream_->unit, row_.data());
+      values += stream_->head_dim;
     }
   }
+  void overflowed() { overflow_ = true; }
 
   void make_bare() {
     for (kv_u32& x : states) x -= kLeastState;
@@ -195,9 +213,9 @@ class BlockRun {
       for (kv_u32 x : states) left |= x;
       if (left != 0 || !words.at_end()) return kBadBlock;
     }
-    for (const RowWriter& writer : writers_)
-      if (writer.overflow()) return kOverflow;
-    return kOk;
+    bool overflow = overflow_;
+    for (const RowWriter& writer : writers_) overflow |= writer.overflow();
+    return overflow ? kOverflow : kOk;
   }
 
  private:
@@ -206,12 +224,34 @@ class BlockRun {
     words.park();
   }
 
+  kv_u64 rope_entry() const { return (block_->rope_row + token - block_->skip) * rope_->pairs; }
+
+  void choose_emission(const PlanTables& plan) {
+    output_ = &plan.outputs[block_->output];
+    rope_ = block_->rope < 0 ? nullptr : &plan.ropes[block_->rope];
+    const kv_u32* order = plan.order + stream_->order;
+    const kv_u32 n = stream_->head_dim;
+    first_channel_ = order[0];
+    overflow_ = false;
+    bool direct = output_->type != kBfloat16 && n % 32 == 0 && (rope_ == nullptr || stream_->n_pairs == n / 2);
+    for (kv_u32 c = 0; direct && c < n; ++c) direct = order[c] == order[0] + c;
+    const bool half = output_->type == kFloat16;
+    emission = !direct ? kGeneral : rope_ == nullptr ? half ? kPlain16 : kPlain32 : half ? kRotated16 : kRotated32;
+    // Plain rows do not look for overflow: from here on they go the general way, which does.
+    large = kValueLimit;
+    while (emission == kPlain16 && large > 1 && (float)large * stream_->unit >= 65504.0f) large /= 2;
+  }
+
   const Block* block_;
   const Stream* stream_;
   const kv_u8* classes_;
+  const Output* output_;
+  const RopeTable* rope_;
+  kv_u32 first_channel_;
+  bool overflow_;
   Aligned<kv_i32> arrays_;
   Aligned<float> row_;
-  Aligned<kv_u8> has_shift_;
+  Aligned<kv_u8> special_;
   std::vector<RowWriter> writers_;
 };
 

@@ -16,18 +16,47 @@ KV_LEVEL void decode_step(BlockRun& run, const Components& c, const kv_u32* slot
     cursor = {run.words.next, run.words.safe};
   }
   const std::size_t at = (std::size_t)step * kStates;
-  Residuals q = x.template symbols<kRenormalise>(lanes, slots, c.tables + at, cursor.next);
-  const kv_u32 escaped = escapes(q, lanes);
-  if (c.has_shift[step]) x.template low_bits<kRenormalise>(lanes, c.shifts + at, q, cursor.next);
-  if (KV_UNLIKELY(escaped)) {
-    kv_i32 residuals[kStates];
-    store(q, residuals);
-    run.words.next = cursor.next;
-    run.patch(escaped, step, residuals);
-    cursor = {run.words.next, run.words.safe};
-    q = load(residuals);
+  const Slots met = x.template symbols<kRenormalise>(lanes, slots, c.tables + at, cursor.next);
+  const kv_u32 escaped = escapes(met, lanes);
+  if (KV_UNLIKELY(c.special[step] | escaped)) {
+    Residuals q = values(met);
+    if (c.special[step] & kHasShift) x.template low_bits<kRenormalise>(lanes, c.shifts + at, q, cursor.next);
+    if (escaped) {
+      kv_i32 residuals[kStates];
+      store(q, residuals);
+      run.words.next = cursor.next;
+      run.patch(escaped, step, residuals);
+      cursor = {run.words.next, run.words.safe};
+      q = load(residuals);
+    }
+    reconstruct(lanes, times(q, c.scale), c.mean + at, c.rho + at, c.previous + at, magnitude);
+  } else {
+    reconstruct(lanes, scaled(met, c.scale_shift), c.mean + at, c.rho + at, c.previous + at, magnitude);
   }
-  reconstruct(lanes, q, c.mean + at, c.rho + at, c.scale, c.previous + at, magnitude);
+}
+
+// The values of a token, just decoded, to the output.
+KV_LEVEL void emit(BlockRun& run, const Magnitude& magnitude) {
+  run.fault |= magnitude.reaches(kValueLimit);
+  if (!run.emits()) return;
+  const kv_i32* values = run.components.previous;
+  const kv_u32 heads = run.stream().heads, n = run.stream().head_dim;
+  const float unit = run.stream().unit;
+  if (run.emission == kGeneral || magnitude.reaches(run.large)) {
+    run.emit_general();
+  } else if (run.emission == kPlain16) {
+    for (kv_u32 h = 0; h < heads; ++h, values += n) put_plain16(values, n, unit, run.target<kv_u16>(h));
+  } else if (run.emission == kPlain32) {
+    for (kv_u32 h = 0; h < heads; ++h, values += n) put_plain32(values, n, unit, run.target<float>(h));
+  } else {
+    const float *cos = run.cos(), *sin = run.sin();
+    bool overflow = false;
+    for (kv_u32 h = 0; h < heads; ++h, values += n)
+      overflow |= run.emission == kRotated16
+                      ? put_rotated16(values, n, unit, cos, sin, run.scratch(), run.target<kv_u16>(h))
+                      : put_rotated32(values, n, unit, cos, sin, run.target<float>(h));
+    if (KV_UNLIKELY(overflow)) run.overflowed();
+  }
 }
 
 // `rows` tokens of each run, all steps of which renormalise. Steps of two blocks alternate: each waits for its own last
@@ -58,9 +87,8 @@ KV_LEVEL void decode_rows(const kv_u32* slots, BlockRun* const (&runs)[kRuns], k
         decode_step<true>(*runs[r], components[r], slots, x[r], cursors[r], full_steps, last_lanes, magnitudes[r]);
 #pragma GCC unroll 2
     for (int r = 0; r < kRuns; ++r) {
-      runs[r]->fault |= magnitudes[r].reaches_limit();
+      emit(*runs[r], magnitudes[r]);
       fault |= runs[r]->fault;
-      runs[r]->emit();
       ++runs[r]->token;
     }
   }
@@ -90,8 +118,7 @@ KV_LEVEL void decode_ending(const kv_u32* slots, BlockRun& run, kv_u64 until) {
       else
         decode_step<true>(run, run.components, slots, x, cursor, step, lanes, magnitude);
     }
-    run.fault |= magnitude.reaches_limit();
-    run.emit();
+    emit(run, magnitude);
   }
   x.store(run.states);
   run.words.next = cursor.next;

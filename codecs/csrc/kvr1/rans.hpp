@@ -33,10 +33,13 @@ KV_HD kv_u32 sink_class(kv_u32 cls, kv_u32 sink_classes) {
 
 // What a slot of a table means, in one word: value in bits 26 to 31 (signed), kSlotEscapes, slot - start in bits 11 to 21,
 // frequency in 0 to 10.
-constexpr kv_u32 kSlotEscapes = 1u << 22;
+constexpr kv_u32 kSlotEscapesBit = 22;
+constexpr kv_u32 kSlotEscapes = 1u << kSlotEscapesBit;
 KV_HD kv_u32 slot_frequency(kv_u32 slot) { return slot & (kSlots - 1); }
 KV_HD kv_u32 slot_offset(kv_u32 slot) { return slot >> kSlotBits & (kSlots - 1); }
-KV_HD kv_i32 slot_value(kv_u32 slot) { return (kv_i32)slot >> 26; }
+constexpr kv_u32 kSlotValueShift = 26;
+constexpr kv_u32 kSlotValue = ~0u << kSlotValueShift;
+KV_HD kv_i32 slot_value(kv_u32 slot) { return (kv_i32)slot >> kSlotValueShift; }
 
 // What coding a symbol takes, in one word: its start from bit 16, kEscapes, its frequency in bits 0 to 10.
 constexpr kv_u32 kEscapes = 1u << 15;
