@@ -115,6 +115,11 @@ class StreamWriter:
         """Bytes of sealed frames that wait to be stored."""
         return sum(len(frame) for _, frame in self._sealed)
 
+    @property
+    def tail_values(self) -> int:
+        """Values of the unfinished block."""
+        return 0 if self._encoder is None else self.spec.n_values(self._encoder.n_tokens)
+
     def resume_header(self, codec_number: int, header: bytes) -> None:
         """Go on with a stored header; the layout says where."""
         self._codec = codec_by_number(codec_number)

@@ -125,7 +125,12 @@ class SessionWriter:
             has_ids=self._has_ids,
             post=self._post,
         )
-        puts = [put for stream in self._streams.values() for put in stream.puts()]
+        # Tails are coded here, whole.
+        streams = self._streams.values()
+        many = sum(stream.tail_values for stream in streams) >= _MANY_VALUES
+        n_workers = min(available_cpus(), len(streams)) if many else 1
+        of_streams = _map(lambda stream: list(stream.puts()), streams, n_workers)
+        puts = [put for of_stream in of_streams for put in of_stream]
         puts += self._id_puts()
         # In key order: a tree that grows at its end fills its pages.
         puts.sort(key=lambda put: put[0])
