@@ -157,7 +157,7 @@ def test_any_number_of_bare_steps_decodes(monkeypatch):
     residuals = np.random.default_rng(0).integers(-2, 3, 640).tolist()
     sizes = []
     for most in (0, 1, 3, 255):
-        monkeypatch.setattr(ref, "MAX_BARE", most)
+        monkeypatch.setattr(ref.coding, "MAX_BARE", most)
         payload = ref.encode_steps(classes, residuals)
         assert payload[0] <= most
         assert decoded(payload, classes) == residuals
