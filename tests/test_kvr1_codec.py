@@ -159,3 +159,36 @@ def test_a_part_of_a_block_does_not_need_its_end():
     whole = decode(params, payload, 200)
     for stop in (0, 1, 100, 199):
         np.testing.assert_array_equal(decode(params, payload, 200, stop), whole[:, :stop])
+
+
+def test_huge_first_tokens_do_not_widen_the_others():
+    """As attention sinks are: the statistics leave them out."""
+    rng = np.random.default_rng(5)
+    x = rng.standard_normal((2, 1024, 64)).astype(np.float32)
+    plain, huge = (len(coded(values, sink=4)) for values in (x, with_huge_first(x)))
+    assert huge < 1.03 * plain
+    assert len(coded(with_huge_first(x), sink=0)) > 1.2 * plain
+
+
+def test_short_prefills_count_whole():
+    """With up to twice as many tokens as sinks, all of them speak for the rest."""
+    x = np.random.default_rng(6).standard_normal((1, 8, 16)).astype(np.float32)
+    spec = StreamSpec("v", 1, 16)
+    short = CODEC.fit(KVR1(step=0.1, sink=4), spec, lambda: [x])
+    whole = CODEC.fit(KVR1(step=0.1, sink=0), spec, lambda: [x])
+    # Means of the first are in finer units.
+    np.testing.assert_array_equal(short.rho, whole.rho)
+    np.testing.assert_array_equal(short.cls, whole.cls)
+
+
+def with_huge_first(x):
+    changed = x.copy()
+    changed[:, 0] *= 200
+    return changed
+
+
+def coded(x, sink):
+    spec = StreamSpec("v", x.shape[0], x.shape[2])
+    encoder = CODEC.encoder(CODEC.fit(KVR1(step=0.25, sink=sink), spec, lambda: [x]), 0)
+    encoder.push(x)
+    return encoder.payload()

@@ -111,7 +111,7 @@ def round_away(x: F64) -> F64:
 
 
 def statistics(columns: Columns, step: F64) -> Statistics:
-    x = columns.x[: columns.n_fit]
+    x = columns.x[SINK : columns.n_fit]
     mean = np.add.reduce(x) / len(x)
     r = x - mean
     c0 = np.add.reduce(r * r)

@@ -58,23 +58,27 @@ static void add_moments_rows(kv_u64 tokens, kv_u32 n, const double* x, const dou
 // token in order, so the result does not depend on the chunking.
 class Statistics {
  public:
-  Statistics(kv_u32 heads, kv_u32 head_dim)
-      : heads_(heads), head_dim_(head_dim) {
+  // The first `left_out` tokens count for sum_squares and largest only.
+  Statistics(kv_u32 heads, kv_u32 head_dim, kv_u64 left_out)
+      : heads_(heads), head_dim_(head_dim), left_out_(left_out), unused_(head_dim) {
     for (auto* table : {&mean_, &squares_, &largest_}) table->resize((std::size_t)heads * head_dim);
   }
 
   // x: [heads][n][head_dim]
   template <class T>
   void add_mean(const T* x, kv_u64 n) {
+    const kv_u64 skip = skipped(n_tokens_, n);
     for (kv_u32 h = 0; h < heads_; ++h) {
       const std::size_t base = (std::size_t)h * head_dim_;
-      add_mean_rows(n, head_dim_, x + h * n * head_dim_, &mean_[base], &squares_[base], &largest_[base]);
+      const T* rows = x + h * n * head_dim_;
+      add_mean_rows(skip, head_dim_, rows, unused_.data(), &squares_[base], &largest_[base]);
+      add_mean_rows(n - skip, head_dim_, rows + skip * head_dim_, &mean_[base], &squares_[base], &largest_[base]);
     }
     n_tokens_ += n;
   }
 
   void finish_mean() {
-    for (double& m : mean_) m /= (double)std::max<kv_u64>(n_tokens_, 1);
+    for (double& m : mean_) m /= n_counted();
     variance_.assign(mean_.size(), 0.0);
     covariance_.assign(mean_.size(), 0.0);
     previous_.assign(mean_.size(), 0.0);  // of the first token: its product then adds nothing
@@ -82,11 +86,13 @@ class Statistics {
 
   template <class T>
   void add_moments(const T* x, kv_u64 n) {
+    const kv_u64 skip = skipped(n_moments_, n);
     for (kv_u32 h = 0; h < heads_; ++h) {
       const std::size_t base = (std::size_t)h * head_dim_;
-      add_moments_rows(n, head_dim_, x + h * n * head_dim_, &mean_[base], &variance_[base], &covariance_[base],
-                       &previous_[base]);
+      add_moments_rows(n - skip, head_dim_, x + (h * n + skip) * head_dim_, &mean_[base], &variance_[base],
+                       &covariance_[base], &previous_[base]);
     }
+    n_moments_ += n;
   }
 
   double sum_squares() const {
@@ -107,7 +113,7 @@ class Statistics {
   void finish(double step, double mean_unit, bool ar, bool pairs, int class_of_one, int n_classes, kv_i64* mean,
               kv_u8* rho, kv_u8* cls) const {
     const std::size_t n_channels = mean_.size();
-    const double n = (double)std::max<kv_u64>(n_tokens_, 1);
+    const double n = n_counted();
     std::vector<double> residual(n_channels);
     for (std::size_t j = 0; j < n_channels; ++j) {
       const double a = ar && variance_[j] > 0.0 ? covariance_[j] / variance_[j] : 0.0;
@@ -128,8 +134,14 @@ class Statistics {
   }
 
  private:
+  // Of n tokens after `before` others, how many are left out.
+  kv_u64 skipped(kv_u64 before, kv_u64 n) const { return before >= left_out_ ? 0 : std::min(left_out_ - before, n); }
+  double n_counted() const { return (double)std::max<kv_u64>(n_tokens_ - std::min(n_tokens_, left_out_), 1); }
+
   kv_u32 heads_, head_dim_;
-  kv_u64 n_tokens_ = 0;
+  kv_u64 left_out_;
+  kv_u64 n_tokens_ = 0, n_moments_ = 0;
+  std::vector<double> unused_;
   std::vector<double> mean_, squares_, largest_, variance_, covariance_, previous_;  // of each channel
 };
 

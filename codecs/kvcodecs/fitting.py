@@ -67,11 +67,15 @@ class QuantisingCodec(ABC, Generic[ConfigT, ParamsT]):
         Class of a residual whose spread is one step, and how many classes there are.
     pairs_share
         Whether the two channels of a RoPE pair of K share their class.
+    sinks_apart
+        Whether means, coefficients and classes leave out the sinks, which may lie far beyond all
+        other tokens.
     """
 
     class_of_one: ClassVar[int]
     n_classes: ClassVar[int]
     pairs_share: ClassVar[bool]
+    sinks_apart: ClassVar[bool]
 
     @abstractmethod
     def encoder(self, params: ParamsT, first_token: int) -> BlockEncoder:
@@ -84,13 +88,10 @@ class QuantisingCodec(ABC, Generic[ConfigT, ParamsT]):
     def fit(
         self, config: ConfigT, spec: StreamSpec, chunks: Chunks, k_state: KState = "pre"
     ) -> ParamsT:
-        statistics = _core.Statistics(spec.heads, spec.head_dim)
-        for chunk in chunks():
-            at = _core.find_beyond(chunk, np.inf)
-            if at >= 0:
-                what = describe_value(chunk, at, spec, statistics.n_tokens)
-                raise InvalidArgument(f"{what} is not finite")
-            statistics.add_mean(chunk)
+        left_out = config.sink if self.sinks_apart else 0
+        statistics = _means(spec, chunks, left_out)
+        if left_out and statistics.n_tokens <= 2 * left_out:
+            statistics = _means(spec, chunks, 0)
         statistics.finish_mean()
         for chunk in chunks():
             statistics.add_moments(chunk)
@@ -170,6 +171,18 @@ class QuantisingCodec(ABC, Generic[ConfigT, ParamsT]):
             else:
                 high = middle
         return high
+
+
+def _means(spec: StreamSpec, chunks: Chunks, left_out: int) -> _core.Statistics:
+    """Return statistics after their first pass over a finite prefill."""
+    statistics = _core.Statistics(spec.heads, spec.head_dim, left_out)
+    for chunk in chunks():
+        at = _core.find_beyond(chunk, np.inf)
+        if at >= 0:
+            what = describe_value(chunk, at, spec, statistics.n_tokens)
+            raise InvalidArgument(f"{what} is not finite")
+        statistics.add_mean(chunk)
+    return statistics
 
 
 def _step(policy: str, value: float, rms: float, spec: StreamSpec, k_state: KState) -> float:

@@ -47,11 +47,11 @@ nb::tuple finish_statistics(const Statistics& s, double step, double mean_unit, 
 void bind_statistics(nb::module_& m) {
   nb::class_<Statistics>(m, "Statistics")
       .def("__init__",
-           [](Statistics* s, kv_u32 heads, kv_u32 head_dim) {
+           [](Statistics* s, kv_u32 heads, kv_u32 head_dim, kv_u64 left_out) {
              if (heads == 0 || head_dim == 0 || (kv_u64)heads * head_dim > kMaxChannels) invalid("statistics: size");
-             new (s) Statistics(heads, head_dim);
+             new (s) Statistics(heads, head_dim, left_out);
            },
-           "heads"_a, "head_dim"_a)
+           "heads"_a, "head_dim"_a, "left_out"_a = 0)
       .def("add_mean", &add_mean<float>, "x"_a)
       .def("add_mean", &add_mean<double>, "x"_a)
       .def("finish_mean", &Statistics::finish_mean)

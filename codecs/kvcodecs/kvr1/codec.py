@@ -38,6 +38,7 @@ class KVR1Codec(QuantisingCodec[KVR1, KVR1Params]):
     class_of_one = CLASS_OF_ONE
     n_classes = N_CLASSES
     pairs_share = False
+    sinks_apart = True
 
     def pack(self, params: KVR1Params) -> bytes:
         return pack_params(params)

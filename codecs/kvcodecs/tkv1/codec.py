@@ -34,6 +34,7 @@ class TKV1Codec(QuantisingCodec[TKV1, TKV1Params]):
     class_of_one = CLASS_OF_ONE
     n_classes = N_CLASSES
     pairs_share = True
+    sinks_apart = False
 
     def fit(
         self, config: TKV1, spec: StreamSpec, chunks: Chunks, k_state: KState = "pre"

@@ -66,6 +66,8 @@ class Params:
 def fit(params: Params, x: F32) -> Params:
     """Return `params` with the statistics of the prefill `x` ``[heads][n][head_dim]``."""
     rows = components(x).astype(np.float64)
+    if len(rows) > 2 * params.sink:
+        rows = rows[params.sink :]
     n = len(rows)
     mean = np.zeros(params.n_components)
     for row in rows:
