@@ -110,8 +110,6 @@ def measure_codec(config: CodecConfig, sample: Sample, reps: int) -> list[Row]:
     """Encode and decode speed from values to frames and back, of `config` and its rival."""
     sample = timed_layers(sample)
     contenders = [_Contender(each, sample) for each in rivals(config).values()]
-    for other in contenders[1:]:
-        _check_same_values(contenders[0], other)
     source, target = np.ones((2, sample.n_values), np.float16)
     actions = {f"{c.name} {what}": action for c in contenders for what, action in c.actions.items()}
     actions[MEMCPY] = lambda: np.copyto(target, source)
@@ -131,13 +129,6 @@ def timed_layers(sample: Sample) -> Sample:
     )
     k, v = ([tensors[i] for i in at] for tensors in (sample.k, sample.v))
     return replace(sample, model=model, k=k, v=v)
-
-
-def _check_same_values(one: _Contender, two: _Contender) -> None:
-    """Raise `Corrupt` unless both decode to the same values: they share their quantiser."""
-    for a, b, x, y in zip(one.streams, two.streams, one.truth, two.truth, strict=True):
-        if a.params.step == b.params.step and x.tobytes() != y.tobytes():
-            raise Corrupt(f"{a.source.name}: {one.name} and {two.name} differ")
 
 
 def _rows(
