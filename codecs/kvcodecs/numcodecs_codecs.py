@@ -176,16 +176,18 @@ class _ArrayCodec(Codec):  # type: ignore[misc]
 class TKV1Codec(_ArrayCodec):
     """TKV1 for numcodecs: ``[heads][tokens][head_dim]`` floats to bytes, within a bound.
 
+    Arrays have these three axes and an even `head_dim`.
+
     Parameters
     ----------
     kind
-        ``"k"``: channels ``(i, head_dim / 2 + i)`` are pairs and share their statistics;
-        ``"v"``: they do not.
+        ``"k"``: channels ``(i, head_dim / 2 + i)`` are RoPE pairs and share their spread;
+        ``"v"``: they do not. Give K before RoPE: only the stream layout un-rotates it.
     rel_step, step, max_error, rmse, bpv
-        At most one. `step`: values decode within ``step / 2``. `max_error`: that half.
-        `rel_step`: the step as a fraction of the RMS of the array, 1/4 if nothing is given.
-        `rmse`: the expected root mean square error. `bpv`: the finest step that needs no more
-        bits per value.
+        At most one. `step`: values decode within ``step / 2``, in float32 (see Notes).
+        `max_error`: that half. `rel_step`: the step as a fraction of the RMS of the array, 1/4 if
+        nothing is given. `rmse`: the expected root mean square error. `bpv`: the finest step that
+        needs no more bits per value of the payload, of 1024 tokens at most; headers come on top.
     block_tokens
         Tokens per block, at most 2^20.
     sink, sink_div
@@ -207,10 +209,10 @@ class TKV1Codec(_ArrayCodec):
 
     Notes
     -----
-    Lossy: ``|x - y| <= step / 2``, computed in float32, plus half an ulp of the dtype for what
-    is not float32; ``step / sqrt(2)`` for K that the stream layout rotates. Encoding is
-    deterministic. An array whose decoded values might overflow its dtype is refused. `decode`
-    takes bare `.tkv` files as well, as float32.
+    Lossy: ``|x - y| <= step / 2`` in float32; an array of float16 or bfloat16 decodes to its dtype,
+    which adds half a unit in the last place; ``step / sqrt(2)`` for K that the stream layout
+    rotates. Encoding is deterministic. An array whose decoded values might overflow its dtype is
+    refused. `decode` takes bare `.tkv` files as well, as float32.
 
     Examples
     --------
@@ -279,15 +281,18 @@ class TKV1Codec(_ArrayCodec):
 class KVR1Codec(_ArrayCodec):
     """KVR1 for numcodecs: ``[heads][tokens][head_dim]`` floats to bytes, within a bound.
 
+    Arrays have these three axes and an even `head_dim`.
+
     Parameters
     ----------
     kind
-        ``"k"`` or ``"v"``, kept with the array.
+        ``"k"`` or ``"v"``: kept with the array, and nothing else; both are coded alike. Give K
+        before RoPE, which codes smaller: it is not un-rotated.
     rel_step, step, max_error, rmse, bpv
-        At most one. `step`: values decode within ``step / 2``. `max_error`: that half.
-        `rel_step`: the step as a fraction of the RMS of the array, 1/4 if nothing is given.
-        `rmse`: the expected root mean square error. `bpv`: the finest step that needs no more
-        bits per value.
+        At most one. `step`: values decode within ``step / 2``, in float32 (see Notes).
+        `max_error`: that half. `rel_step`: the step as a fraction of the RMS of the array, 1/4 if
+        nothing is given. `rmse`: the expected root mean square error. `bpv`: the finest step that
+        needs no more bits per value of the payload, of 1024 tokens at most; headers come on top.
     block_tokens
         Tokens per block, at most 2^20.
     sink, sink_div
@@ -302,9 +307,9 @@ class KVR1Codec(_ArrayCodec):
 
     Notes
     -----
-    Lossy: ``|x - y| <= step / 2``, computed in float32, plus half an ulp of the dtype for what
-    is not float32. Encoding is deterministic. An array whose decoded values might overflow its
-    dtype is refused.
+    Lossy: ``|x - y| <= step / 2`` in float32; an array of float16 or bfloat16 decodes to its dtype,
+    which adds half a unit in the last place. Encoding is deterministic. An array whose decoded
+    values might overflow its dtype is refused.
 
     Examples
     --------

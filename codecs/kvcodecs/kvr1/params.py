@@ -29,8 +29,28 @@ class KVR1(QuantiserConfig):
 
     Attributes
     ----------
-    rel_step, step, max_error, rmse, bpv, sink, sink_div, ar
-        See `QuantiserConfig`; `sink_div` is at most 512.
+    rel_step
+        Quantiser step over the RMS of the prefill, per layer and kind; 1/4 if nothing is asked.
+    step
+        Absolute step: values decode within ``step / 2``, those of sinks within that over
+        `sink_div`.
+    max_error
+        Largest absolute error, of K as it was given: a step of ``2 max_error``, or
+        ``sqrt(2) max_error / scaling`` for K given after RoPE, as a rotation mixes two channels.
+    rmse
+        Expected root mean square error: a step of ``sqrt(12) rmse``.
+    bpv
+        Bits per value of the prefill's payload, of 1024 tokens at most: the finest step that needs
+        no more. Headers and records come on top.
+    sink, sink_div
+        The first `sink` tokens are coded `sink_div` (1 to 512) times finer.
+    ar
+        Predict each channel from its previous token.
+
+    Notes
+    -----
+    At most one of the first five. Bounds hold for what is read as float32: reading as float16 or
+    bfloat16 adds half a unit in the last place of that type.
     """
 
     codec: ClassVar[str] = "kvr1"

@@ -43,15 +43,35 @@ def prior_table() -> npt.NDArray[np.uint32]:
 class TKV1(QuantiserConfig):
     """Ask for the TKV1 codec: quantised residuals in adaptive binary range coding.
 
-    Decodes to the same values as `KVR1`. It adapts to each block, which is smaller where the spread
+    Steps and bounds are those of `KVR1`. It adapts to each block, which is smaller where the spread
     of a channel changes from token to token, or where a few values are far beyond all others.
 
     Attributes
     ----------
-    rel_step, step, max_error, rmse, bpv, sink, sink_div, ar
-        See `QuantiserConfig`; `sink_div` is at most 2^16.
+    rel_step
+        Quantiser step over the RMS of the prefill, per layer and kind; 1/4 if nothing is asked.
+    step
+        Absolute step: values decode within ``step / 2``, those of sinks within that over
+        `sink_div`.
+    max_error
+        Largest absolute error, of K as it was given: a step of ``2 max_error``, or
+        ``sqrt(2) max_error / scaling`` for K given after RoPE, as a rotation mixes two channels.
+    rmse
+        Expected root mean square error: a step of ``sqrt(12) rmse``.
+    bpv
+        Bits per value of the prefill's payload, of 1024 tokens at most: the finest step that needs
+        no more. Headers and records come on top.
+    sink, sink_div
+        The first `sink` tokens are coded `sink_div` (1 to 2^16) times finer.
+    ar
+        Predict each channel from its previous token.
     lane_channels
         Channels of an independently decodable lane: even, a divisor of head_dim; 0 for a head.
+
+    Notes
+    -----
+    At most one of the first five. Bounds hold for what is read as float32: reading as float16 or
+    bfloat16 adds half a unit in the last place of that type.
     """
 
     codec: ClassVar[str] = "tkv1"
