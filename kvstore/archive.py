@@ -278,10 +278,12 @@ class Archive:
         replace: bool = False,
         progress: Callable[[int, int], None] | None = None,
     ) -> Session:
-        """Store a whole session stream by stream, in constant memory. See `kvstore.ingest`.
+        """Store a whole session stream by stream, in constant memory.
 
-        With `replace`, a session of this name is replaced in the transaction that publishes the
-        new one: a reader sees the one or the other.
+        `source` is a `kvstore.ingest.Source`; see `kvstore.ingest.ingest` for `progress` and
+        errors, `create_session` and `Session.append` for the rest. With `replace`, a session of
+        this name is replaced in the transaction that publishes the new one: a reader sees the one
+        or the other.
         """
         from .ingest import ingest
 
@@ -319,7 +321,7 @@ class Archive:
     def verify(
         self, *, decode: bool = False, progress: Callable[[int, int], None] | None = None
     ) -> Report:
-        """Read and check everything. See `kvstore.verify`."""
+        """Read and check everything. See `kvstore.verify.verify`."""
         from .verify import verify
 
         return verify(self, decode=decode, progress=progress)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from kvcodecs.codec import CodecConfig
@@ -26,9 +26,21 @@ from .records import (
     unpack_identity,
     unpack_session,
 )
+from .survey import session_names
 
 #: Stands for the owner that a damaged record does not tell; no session has it.
 UNKNOWN_OWNER: Final = 0
+#: What to do about a name that is taken; the command line has other advice.
+TAKEN_ADVICE: Final = "open it with archive.session(...), or delete_session(...) it first"
+REPLACE_ADVICE: Final = "replace=True replaces it"
+#: So many names are listed where one is not found.
+MAX_NAMES: Final = 5
+
+
+def listed_names(names: Sequence[str]) -> str:
+    """Write session names for a message: at most `MAX_NAMES`, and how many more there are."""
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return ", ".join(map(repr, names[:MAX_NAMES])) + more
 
 
 class Catalog:
@@ -51,9 +63,7 @@ class Catalog:
         `UNKNOWN_OWNER` if the record is damaged and does not say.
         """
         where = f"{self.path}: session {name!r}"
-        value = snapshot.get(keys.session_key(name))
-        if value is None:
-            raise NotFound(f"{where}: no such session")
+        value = self._stored(snapshot, name, where)
         try:
             return owner_of(load_session(value, name, where), where)
         except (Corrupt, Truncated, Unsupported):
@@ -67,10 +77,7 @@ class Catalog:
         `owner` makes sure it is the same session, `fresh` that stored bytes are checked again.
         """
         where = f"{self.path}: session {name!r}"
-        value = snapshot.get(keys.session_key(name))
-        if value is None:
-            raise NotFound(f"{where}: no such session")
-        data = bytes(value)
+        data = bytes(self._stored(snapshot, name, where))
         cached = None if fresh else self._records.get(name)
         if cached is None or cached[0] != data:
             fields = load_session(data, name, where)
@@ -81,6 +88,15 @@ class Catalog:
         if owner is not None and record.owner != owner:
             raise NotFound(f"{where}: deleted, and another one was created under its name")
         return record
+
+    def _stored(self, snapshot: Snapshot, name: str, where: str) -> memoryview:
+        """Return a session's record as stored; `NotFound` lists some names that there are."""
+        value = snapshot.get(keys.session_key(name))
+        if value is None:
+            names = session_names(snapshot)
+            others = f"; there are {listed_names(names)}" if names else ""
+            raise NotFound(f"{where}: no such session{others}")
+        return value
 
     def model(self, snapshot: Snapshot, digest: bytes, *, fresh: bool = False) -> Model:
         """Return the model of an identity record."""
@@ -164,7 +180,7 @@ class Catalog:
                 raise NotFound(f"{self.path}: session {name!r} was replaced meanwhile")
             delete_owned(transaction, replaces)
         elif transaction.get(key) is not None:
-            raise InvalidArgument(f"{self.path}: session {name!r} exists already")
+            raise InvalidArgument(f"{self.path}: session {name!r} exists already; {TAKEN_ADVICE}")
         self._publish_model(transaction, record.model, model)
         for other, content in values.items():
             transaction.put(other, content)

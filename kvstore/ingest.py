@@ -23,7 +23,7 @@ from kvcodecs.spec import F32, Kind, KState
 from kvcodecs.tensor import check_tensor
 
 from . import keys
-from .catalog import delete_owned
+from .catalog import REPLACE_ADVICE, delete_owned
 from .identity import Model, check_metadata, check_model
 from .layout import check_fit_tokens, make_streams, new_layout
 from .records import SessionRecord, StreamName, check_record
@@ -91,7 +91,7 @@ def ingest(
     keys.check_name(name)
     replacing = replace_existing and name in archive
     if name in archive and not replacing:
-        raise InvalidArgument(f"{archive.path}: session {name!r} exists already")
+        raise InvalidArgument(f"{archive.path}: session {name!r} exists already; {REPLACE_ADVICE}")
     if k_state not in ("pre", "post"):
         raise InvalidArgument(f"k_state {k_state!r}, expected 'pre' or 'post'")
     where = f"{archive.path}: session {name!r}"

@@ -157,7 +157,7 @@ def test_pack_then_everything_else(run, tmp_path, source):
     assert listed[0]["bits_per_value"] == pytest.approx(16 / listed[0]["ratio_fp16"])
 
     text = succeeds(run("info", archive, "--layers"))
-    for word in ("toy", "2 heads x 8", "bits/value", "of each stream's bound\n", "2 v"):
+    for word in ("toy", "2 heads x 8", "bits/value", "each stream's bound (in float32)\n", "2 v"):
         assert word in text
     about = dict(re.split(" {2,}", line, maxsplit=1) for line in text.splitlines() if "  " in line)
     assert about["K given"] == "before RoPE (pre)"
@@ -336,7 +336,7 @@ def test_info_of_k_given_after_rope(run, tmp_path):
         succeeds(run("pack", path, archive, "--rope-theta", "10000"))
     text = succeeds(run("info", archive, "--layers"))
     assert "K given     after RoPE (post)\n" in text
-    assert "of each stream's bound (in the coded domain, K before RoPE)\n" in text
+    assert "of each stream's bound (in float32, in the coded domain, K before RoPE)\n" in text
     assert "errors and bounds: in the coded domain, K before RoPE\n" in text
     assert "created     2023-11-14 22:13:20 UTC\n" in text
 
@@ -531,7 +531,7 @@ def test_rm_removes_all_or_nothing(run, tmp_path, source):
         succeeds(run("pack", source, archive, "--session", name))
     for options in ([], ["--json"]):
         result = run("rm", archive, "one", "nope", "two", "neither", *options)
-        fails(result, "no session 'nope', 'neither'", "nothing is removed")
+        fails(result, "no session 'nope', 'neither'", "removed; there are 'one', 'three', 'two'")
         assert result[1] == ""
     with kvstore.open(archive) as opened:
         assert opened.names() == ["one", "three", "two"]

@@ -378,7 +378,7 @@ def test_wrong_arguments(archive):
     for name in ("", "a\x00b", "a\nb", "x" * 256, "\ud800"):
         with pytest.raises(kvstore.InvalidArgument, match="session name"):
             archive.create_session(name, model=MODEL)
-    with pytest.raises(kvstore.InvalidArgument, match="exists already"):
+    with pytest.raises(kvstore.InvalidArgument, match="exists already; open it with archive"):
         archive.create_session("s", model=MODEL)
     with pytest.raises(kvstore.InvalidArgument, match="block_tokens 0"):
         archive.create_session("t", model=MODEL, block_tokens=0)
@@ -388,8 +388,22 @@ def test_wrong_arguments(archive):
         archive.create_session("t", model=MODEL, metadata={"x": {1, 2}})
     with pytest.raises(kvstore.InvalidArgument, match="configuration"):
         archive.create_session("t", model=MODEL, codec="kvr1")
-    with pytest.raises(kvstore.NotFound, match="'t': no such session"):
+    for kind in (KVR1, TKV1, Raw):
+        for codec in (kind, {"k": Raw(), "v": kind}):
+            with pytest.raises(kvstore.InvalidArgument, match=r"such as KVR1\(rel_step=0\.25\)"):
+                archive.create_session("t", model=MODEL, codec=codec)
+    with pytest.raises(kvstore.NotFound, match=r"'t': no such session; there are 's'$"):
         archive.session("t")
+
+
+def test_a_session_that_is_not_found_tells_of_others(archive):
+    with pytest.raises(NotFound, match=r"'x': no such session$"):
+        archive.session("x")
+    for name in "abcdefg":
+        archive.create_session(name, model=MODEL)
+    for action in (archive.session, archive.delete_session):
+        with pytest.raises(NotFound, match=r"there are 'a', 'b', 'c', 'd', 'e' and 2 more$"):
+            action("x")
 
 
 def test_output_arrays(archive):
@@ -645,7 +659,7 @@ def test_ingest_replaces_a_session_whole(place):
         archive.ingest("s", Tensors(*old), model=MODEL, codec=Raw(), metadata={"turn": 1})
         before = archive.session("s")
         assert before.metadata == {"turn": 1}
-        with pytest.raises(InvalidArgument, match="exists already"):
+        with pytest.raises(InvalidArgument, match="exists already; replace=True replaces it"):
             archive.ingest("s", Tensors(*new), model=MODEL, codec=Raw())
         bad = new[0] * np.where(np.arange(150) == 77, np.nan, 1)[:, None]
         with pytest.raises(InvalidArgument, match="not finite"):

@@ -136,8 +136,8 @@ def codec_by_name(name: str) -> BlockCodec:
 
 
 def codec_for(config: CodecConfig) -> BlockCodec:
-    """Return the codec that `config` configures."""
-    if not hasattr(config, "codec"):
+    """Return the codec that `config` configures; `InvalidArgument` if it is no configuration."""
+    if isinstance(config, type) or not hasattr(config, "codec"):
         raise InvalidArgument(f"codec {config!r}: give a configuration such as KVR1(rel_step=0.25)")
     return codec_by_name(config.codec)
 

@@ -42,8 +42,12 @@ ADVICE = {
     "reopen with a larger map_size": "remove sessions, or pack into another archive",
     "use Raw() or a larger bound": "use --codec raw or a larger bound",
     "ask for float32": "use --dtype float32",
+    "open it with archive.session(...), or delete_session(...) it first": "--replace replaces it",
+    "replace=True replaces it": "--replace replaces it",
 }
 
+#: The groups of `bench`.
+BENCH_GROUPS = ("codec", "rate", "peers", "file", "range", "open", "append", "import", "memory")
 #: Bounds of what `bench` repeats and writes.
 MAX_REPS = 10_000
 MAX_MEMORY_MB = 1_000_000
@@ -61,16 +65,18 @@ def _add_codec(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
         "--codec",
         choices=("kvr1", "tkv1", "raw"),
         default="kvr1",
-        help="tkv1 adapts to values whose spread changes and is several times slower, raw is bit "
-        "exact (default: kvr1)",
+        help="kvr1: frozen tables; tkv1: adapts to each block, several times slower, smaller where "
+        "the spread of a channel changes from token to token or where a few values lie far beyond "
+        "all others; raw: bit exact (default: kvr1)",
     )
     policy = codec.add_mutually_exclusive_group()
+    narrow = "float16 and bfloat16 add half a unit in their last place"
     for flag, metavar, text in (
         ("--rel-step", "R", "quantiser step as a multiple of each stream's RMS (default: 0.25)"),
-        ("--step", "S", "quantiser step; the error is at most half of it"),
-        ("--max-error", "E", "largest absolute error"),
+        ("--step", "S", "quantiser step; the error is at most half of it, as --max-error"),
+        ("--max-error", "E", f"largest absolute error as float32; {narrow}"),
         ("--rmse", "E", "root mean square error to aim at"),
-        ("--bpv", "BITS", "bits per value to aim at"),
+        ("--bpv", "BITS", "bits per value of the payload, to aim at; headers come on top"),
     ):
         policy.add_argument(flag, type=positive_float, metavar=metavar, help=text)
     codec.add_argument(
@@ -103,7 +109,12 @@ def _add_pack(parser: argparse.ArgumentParser) -> None:
         "K before RoPE only",
     )
     parser.add_argument(
-        "--block-tokens", type=block_size, default="auto", metavar="N", help="(default: auto)"
+        "--block-tokens",
+        type=block_size,
+        default="auto",
+        metavar="N",
+        help="tokens per block; auto: 128 to 1024 for each stream, so that blocks reach about "
+        "32 KB (default: auto)",
     )
     _add_codec(parser).add_argument(
         "--fit-tokens",
@@ -210,7 +221,9 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", type=path, metavar="FILE", help="(default: the packaged sample)")
     _add_codec(parser)
     parser.add_argument("--reps", type=up_to(MAX_REPS), default=5, metavar="N", help="(default: 5)")
-    parser.add_argument("--only", metavar="GROUPS", help="such as codec,range (default: all)")
+    parser.add_argument(
+        "--only", metavar="GROUPS", help=f"some of {','.join(BENCH_GROUPS)} (default: all)"
+    )
     parser.add_argument("--csv", type=path, metavar="FILE", help="write the rows here as well")
     parser.add_argument(
         "--memory-mb", type=up_to(MAX_MEMORY_MB), default=64, metavar="MB",
@@ -254,7 +267,7 @@ COMMANDS: dict[str, _Command] = {
     ),
     "gc": (
         "listing",
-        "Remove what killed writers left behind; it does no harm but takes space.",
+        "Free the space of what killed writers left behind; the file keeps its size.",
         _add_gc,
         "kvstore gc chats.kv",
     ),

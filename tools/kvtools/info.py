@@ -219,7 +219,9 @@ def _bound_text(info: SessionInfo) -> str:
     if ratio is None:
         return "bit exact" if info.error.max_error == 0 else "no bound recorded"
     text = f"at most {ratio:.4f} of each stream's bound"
-    return f"{text} ({CODED_DOMAIN})" if info.k_state == "post" else text
+    if info.k_state == "post":
+        return f"{text} (in float32, {CODED_DOMAIN})"
+    return f"{text} (in float32)"
 
 
 def _rope_text(model: Model) -> str:

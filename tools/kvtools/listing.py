@@ -7,6 +7,7 @@ import argparse
 from kvcodecs.errors import NotFound
 
 import kvstore
+from kvstore.catalog import listed_names
 from kvtools.info import session_summary, show_damaged
 from kvtools.terminal import (
     count_text,
@@ -97,7 +98,9 @@ def run_rm(args: argparse.Namespace) -> int:
         missing = [name for name in names if name not in archive]
         if missing:
             listed = ", ".join(map(repr, missing))
-            raise NotFound(f"{args.archive}: no session {listed}; nothing is removed")
+            there = archive.names()
+            others = f"; there are {listed_names(there)}" if there else ""
+            raise NotFound(f"{args.archive}: no session {listed}; nothing is removed{others}")
         try:
             for name in names:
                 archive.delete_session(name)

@@ -18,6 +18,7 @@ from kvcodecs.spec import Kind, float_dtype
 
 import kvstore
 from kvstore import Model
+from kvstore.catalog import listed_names
 from kvtools.hints import METADATA_KEY, are_layer_numbers
 from kvtools.source import has_rope
 from kvtools.tensorfile import TensorWriter
@@ -163,9 +164,8 @@ def only_session(archive: kvstore.Archive) -> str:
         return names[0]
     if not names:
         raise NotFound(f"{archive.path}: no sessions")
-    listed = ", ".join(map(repr, names[:5])) + (", ..." if len(names) > 5 else "")
     raise InvalidArgument(
-        f"{archive.path}: {len(names)} sessions, choose one with --session: {listed}"
+        f"{archive.path}: {len(names)} sessions, choose one with --session: {listed_names(names)}"
     )
 
 
