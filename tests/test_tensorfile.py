@@ -83,6 +83,8 @@ def test_empty_tensors(tmp_path):
 def test_missing_file_and_tensor(tmp_path, arrays):
     with pytest.raises(NotFound, match=r"nope\.safetensors: no such file"):
         TensorFile(tmp_path / "nope.safetensors")
+    with pytest.raises(InvalidArgument, match="a folder, expected a safetensors file"):
+        TensorFile(tmp_path)
     path = write(tmp_path / "x.safetensors", arrays)
     with TensorFile(path) as file, pytest.raises(NotFound, match="k, token_ids, v, w"):
         file.info("k_pre")

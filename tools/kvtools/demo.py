@@ -240,7 +240,10 @@ def _show(sample: Sample, checks: list[Check], numbers: dict[str, Any]) -> None:
         f"{sample.model.name}, {sample.model.n_layers} layers, {sample.n_tokens} tokens of prose",
         ("", "value"),
         [
-            ("bits per value, every byte", f"{numbers['bits_per_value']:.3f}"),
+            (
+                f"bits per value, every byte, {BLOCK_TOKENS}-token blocks",
+                f"{numbers['bits_per_value']:.3f}",
+            ),
             ("size", ratio_text(numbers["ratio_fp16"])),
             ("max error / bound (step/2)", f"{numbers['max_error_over_bound']:.4f}"),
             (

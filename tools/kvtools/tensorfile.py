@@ -45,6 +45,8 @@ class TensorFile:
     ------
     NotFound
         No such file.
+    InvalidArgument
+        A folder.
     Truncated, Corrupt
         See `parse_header`.
     """
@@ -56,6 +58,9 @@ class TensorFile:
             self._file = io.FileIO(self.path, opener=_open)
         except FileNotFoundError as error:
             raise NotFound(f"{where}: no such file") from error
+        except IsADirectoryError as error:
+            message = f"{where}: a folder, expected a safetensors file"
+            raise InvalidArgument(message) from error
         try:
             file_bytes = os.fstat(self._file.fileno()).st_size
             if file_bytes < 8:

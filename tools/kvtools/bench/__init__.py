@@ -18,7 +18,7 @@ from kvtools.bench.rows import Row, environment, write_csv
 from kvtools.info import codec_text
 from kvtools.pack import POLICIES, codec_config
 from kvtools.sample import Sample, load_sample
-from kvtools.terminal import number_text, progress, show_json, show_table
+from kvtools.terminal import listed, note, number_text, progress, show_json, show_table
 
 #: Sessions of these lengths are compared by the group `range`.
 RANGE_TOKENS = (1024, 16384)
@@ -42,6 +42,13 @@ def run_bench(args: argparse.Namespace) -> int:
             advance(done, len(chosen))
             with tempfile.TemporaryDirectory(prefix="kvstore-bench-") as folder:
                 rows += GROUPS[name](args, config, sample, Path(folder))
+    measured = {row.group for row in rows}
+    empty = [name for name in chosen if name not in measured]
+    if empty:
+        message = f"{listed(empty)}: only with --codec kvr1, which is compared with others there"
+        if not rows:
+            raise InvalidArgument(message)
+        note(message, quiet=args.quiet)
     context = {
         "data": sample.label,
         "codec": codec_text(config.to_json()),
@@ -51,11 +58,11 @@ def run_bench(args: argparse.Namespace) -> int:
     if args.csv is not None:
         write_csv(args.csv, rows, context)
     if args.json:
-        listed = [
+        shown = [
             {"group": r.group, "name": r.name, "value": r.value, "unit": r.unit, "note": r.note}
             for r in rows
         ]
-        show_json({"context": context, "rows": listed})
+        show_json({"context": context, "rows": shown})
         return 0
     if not args.quiet:
         print("\n".join(f"{name}: {value}" for name, value in context.items()))
