@@ -286,8 +286,8 @@ class KVR1Codec(_ArrayCodec):
     Parameters
     ----------
     kind
-        ``"k"`` or ``"v"``: kept with the array, and nothing else; both are coded alike. Give K
-        before RoPE, which codes smaller: it is not un-rotated.
+        ``"k"`` or ``"v"``: kept with the array; both are coded alike. Give K before RoPE: it is
+        not un-rotated, and codes larger after it.
     rel_step, step, max_error, rmse, bpv
         At most one. `step`: values decode within ``step / 2``, in float32 (see Notes).
         `max_error`: that half. `rel_step`: the step as a fraction of the RMS of the array, 1/4 if
