@@ -30,9 +30,8 @@ inline bool narrow_values(const kv_i32* __restrict values, kv_u32 n, float unit,
 struct Narrow128 {
   __m128 largest = _mm_setzero_ps();
 
-  __m128i bits(__m128 x) {
+  static __m128i bits(__m128 x) {
     const __m128 magnitude = _mm_andnot_ps(_mm_set1_ps(-0.0f), x);
-    largest = _mm_max_ps(largest, magnitude);
     const __m128 exponent = _mm_and_ps(magnitude, _mm_castsi128_ps(_mm_set1_epi32(0x7F800000)));
     const __m128 power = _mm_max_ps(exponent, _mm_set1_ps(6.103515625e-05f));
     const __m128 shifted = _mm_mul_ps(power, _mm_set1_ps(8192.0f));
@@ -44,6 +43,8 @@ struct Narrow128 {
     return _mm_or_si128(half, sign);
   }
   void put(__m128 low, __m128 high, kv_u16* out) {
+    largest = _mm_max_ps(largest, _mm_andnot_ps(_mm_set1_ps(-0.0f), low));
+    largest = _mm_max_ps(largest, _mm_andnot_ps(_mm_set1_ps(-0.0f), high));
     _mm_storeu_si128((__m128i*)out, _mm_packs_epi32(bits(low), bits(high)));
   }
   bool overflow() const { return _mm_movemask_ps(_mm_cmplt_ps(largest, _mm_set1_ps(65520.0f))) != 15; }
@@ -66,6 +67,19 @@ inline bool narrow_values_sse2(const kv_i32* values, kv_u32 n, float unit, kv_u1
     narrow.put(_mm_mul_ps(low, factor), _mm_mul_ps(high, factor), out + c);
   }
   return narrow_values(values + c, n - c, unit, out + c) || narrow.overflow();
+}
+
+// The same where no value overflows.
+inline void narrow_small_values(const kv_i32* values, kv_u32 n, float unit, kv_u16* out) {
+  const __m128 factor = _mm_set1_ps(unit);
+  kv_u32 c = 0;
+  for (; c + 8 <= n; c += 8) {
+    const __m128 low = _mm_cvtepi32_ps(_mm_loadu_si128((const __m128i*)(values + c)));
+    const __m128 high = _mm_cvtepi32_ps(_mm_loadu_si128((const __m128i*)(values + c + 4)));
+    const __m128i a = Narrow128::bits(_mm_mul_ps(low, factor)), b = Narrow128::bits(_mm_mul_ps(high, factor));
+    _mm_storeu_si128((__m128i*)(out + c), _mm_packs_epi32(a, b));
+  }
+  narrow_values(values + c, n - c, unit, out + c);
 }
 
 inline constexpr Narrow kNarrow{narrow_row_sse2, narrow_values_sse2};
@@ -134,6 +148,9 @@ KV_AVX512 inline bool narrow_values_avx512(const kv_i32* values, kv_u32 n, float
 
 inline constexpr Narrow kNarrowAvx512{narrow_row_avx512, narrow_values_avx512};
 #else
+inline void narrow_small_values(const kv_i32* values, kv_u32 n, float unit, kv_u16* out) {
+  narrow_values(values, n, unit, out);
+}
 inline constexpr Narrow kNarrow{narrow_row, narrow_values};
 #endif
 

@@ -118,12 +118,11 @@ KV_LEVEL Residuals values(const Slots& slots) {
   return q;
 }
 
-// Values times 2^shift.
+// Values times 2^shift, shift up to kMaxScaleShift, where none is the escape.
 KV_LEVEL Residuals scaled(const Slots& slots, kv_u32 shift) {
-  const __m256i value = _mm256_set1_epi32((int)kSlotValue), down = _mm256_set1_epi32((int)(kSlotValueShift - shift));
+  const __m256i down = _mm256_set1_epi32((int)(kSlotValueShift - shift));
   Residuals distance;
-  for (kv_u32 v = 0; v < kVectors; ++v)
-    distance.v[v] = _mm256_srav_epi32(_mm256_and_si256(slots.v[v], value), down);
+  for (kv_u32 v = 0; v < kVectors; ++v) distance.v[v] = _mm256_srav_epi32(slots.v[v], down);
   return distance;
 }
 KV_LEVEL Residuals times(const Residuals& q, kv_i32 scale) {

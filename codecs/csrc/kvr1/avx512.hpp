@@ -98,12 +98,10 @@ KV_LEVEL Residuals values(const Slots& slots) {
   return {_mm512_srai_epi32(slots.low, kSlotValueShift), _mm512_srai_epi32(slots.high, kSlotValueShift)};
 }
 
-// Values times 2^shift.
+// Values times 2^shift, shift up to kMaxScaleShift, where none is the escape.
 KV_LEVEL Residuals scaled(const Slots& slots, kv_u32 shift) {
-  const __m512i value = _mm512_set1_epi32((int)kSlotValue);
   const __m512i down = _mm512_set1_epi32((int)(kSlotValueShift - shift));
-  return {_mm512_srav_epi32(_mm512_and_si512(slots.low, value), down),
-          _mm512_srav_epi32(_mm512_and_si512(slots.high, value), down)};
+  return {_mm512_srav_epi32(slots.low, down), _mm512_srav_epi32(slots.high, down)};
 }
 KV_LEVEL Residuals times(const Residuals& q, kv_i32 scale) {
   const __m512i factor = _mm512_set1_epi32(scale);

@@ -64,7 +64,7 @@ struct Components {
   kv_i32 *tables, *shifts;  // first slot of each component's table, low bits of its class
   kv_u8* special;           // of each step: why its residuals are more than values of slots, or 0
   kv_i32 scale;
-  kv_u32 scale_shift;       // log2 of a scale that is a power of two
+  kv_u32 scale_shift;       // log2 of the scale, where no step is kOddScale
 };
 enum Special : kv_u8 { kHasShift = 1, kOddScale = 2 };
 
@@ -142,7 +142,8 @@ class BlockRun {
     Components& c = components;
     c.scale = sink ? 1 : (kv_i32)stream_->sink_div;
     c.scale_shift = (kv_u32)__builtin_ctz((kv_u32)c.scale);
-    std::memset(c.special, c.scale == 1 << c.scale_shift ? 0 : kOddScale, steps);
+    const bool shifts = c.scale == 1 << c.scale_shift && c.scale_shift <= kMaxScaleShift;
+    std::memset(c.special, shifts ? 0 : kOddScale, steps);
     for (kv_u32 i = 0; i < stream_->heads * stream_->head_dim; ++i) {
       const kv_u32 cls = sink ? sink_class(classes_[i], stream_->sink_classes) : classes_[i];
       c.tables[i] = (kv_i32)(table_of(cls) * kSlots);

@@ -78,11 +78,11 @@ KV_LEVEL Residuals values(const Slots& slots) {
   return q;
 }
 
-// Values times 2^shift.
+// Values times 2^shift, shift up to kMaxScaleShift, where none is the escape.
 KV_LEVEL Residuals scaled(const Slots& slots, kv_u32 shift) {
   Residuals distance;
   for (kv_u32 i = 0; i < kStates; ++i)
-    distance.v[i] = (kv_i32)(slots.v[i] & kSlotValue) >> (kSlotValueShift - shift);
+    distance.v[i] = (kv_i32)slots.v[i] >> (kSlotValueShift - shift);
   return distance;
 }
 KV_LEVEL Residuals times(const Residuals& q, kv_i32 scale) {
@@ -116,7 +116,7 @@ KV_LEVEL void reconstruct(kv_u32 lanes, const Residuals& distance, const kv_i32*
 }
 
 // Rows of n channels times the unit. Those that rotate return whether a value overflows.
-KV_LEVEL void put_plain16(const kv_i32* values, kv_u32 n, float unit, kv_u16* out) { kNarrow.values(values, n, unit, out); }
+KV_LEVEL void put_plain16(const kv_i32* values, kv_u32 n, float unit, kv_u16* out) { narrow_small_values(values, n, unit, out); }
 
 KV_LEVEL void put_plain32(const kv_i32* __restrict values, kv_u32 n, float unit, float* __restrict out) {
   for (kv_u32 c = 0; c < n; ++c) out[c] = (float)values[c] * unit;

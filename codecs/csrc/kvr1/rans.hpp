@@ -32,13 +32,13 @@ KV_HD kv_u32 sink_class(kv_u32 cls, kv_u32 sink_classes) {
 }
 
 // What a slot of a table means, in one word: value in bits 26 to 31 (signed), kSlotEscapes, slot - start in bits 11 to 21,
-// frequency in 0 to 10.
+// frequency in 0 to 10. Bits 22 to 25 are 0 but for the escape, so that the value comes out times up to 16 by one shift.
 constexpr kv_u32 kSlotEscapesBit = 22;
 constexpr kv_u32 kSlotEscapes = 1u << kSlotEscapesBit;
 KV_HD kv_u32 slot_frequency(kv_u32 slot) { return slot & (kSlots - 1); }
 KV_HD kv_u32 slot_offset(kv_u32 slot) { return slot >> kSlotBits & (kSlots - 1); }
 constexpr kv_u32 kSlotValueShift = 26;
-constexpr kv_u32 kSlotValue = ~0u << kSlotValueShift;
+constexpr kv_u32 kMaxScaleShift = 4;
 KV_HD kv_i32 slot_value(kv_u32 slot) { return (kv_i32)slot >> kSlotValueShift; }
 
 // What coding a symbol takes, in one word: its start from bit 16, kEscapes, its frequency in bits 0 to 10.
