@@ -11,9 +11,6 @@ namespace kv {
 template <class T>
 class Aligned {
  public:
-  Aligned() = default;
-  explicit Aligned(std::size_t n) { resize(n); }
-
   T* resize(std::size_t n) {
     if (n > capacity_) {
       const std::size_t capacity = std::max(n, 2 * size_);
@@ -37,7 +34,6 @@ class Aligned {
     std::fill_n(resize(n), n, value);
   }
 
-  std::size_t size() const { return size_; }
   T* data() { return data_; }
   const T* data() const { return data_; }
   T& operator[](std::size_t i) { return data_[i]; }

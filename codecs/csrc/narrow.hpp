@@ -42,9 +42,12 @@ struct Narrow128 {
     const __m128i sign = _mm_and_si128(_mm_srai_epi32(_mm_castps_si128(x), 16), _mm_set1_epi32(~0x7FFF));
     return _mm_or_si128(half, sign);
   }
+  template <bool kChecked>
   void put(__m128 low, __m128 high, kv_u16* out) {
-    largest = _mm_max_ps(largest, _mm_andnot_ps(_mm_set1_ps(-0.0f), low));
-    largest = _mm_max_ps(largest, _mm_andnot_ps(_mm_set1_ps(-0.0f), high));
+    if (kChecked) {
+      largest = _mm_max_ps(largest, _mm_andnot_ps(_mm_set1_ps(-0.0f), low));
+      largest = _mm_max_ps(largest, _mm_andnot_ps(_mm_set1_ps(-0.0f), high));
+    }
     _mm_storeu_si128((__m128i*)out, _mm_packs_epi32(bits(low), bits(high)));
   }
   bool overflow() const { return _mm_movemask_ps(_mm_cmplt_ps(largest, _mm_set1_ps(65520.0f))) != 15; }
@@ -53,10 +56,12 @@ struct Narrow128 {
 inline bool narrow_row_sse2(const float* row, kv_u32 n, kv_u16* out) {
   Narrow128 narrow;
   kv_u32 c = 0;
-  for (; c + 8 <= n; c += 8) narrow.put(_mm_loadu_ps(row + c), _mm_loadu_ps(row + c + 4), out + c);
+  for (; c + 8 <= n; c += 8) narrow.put<true>(_mm_loadu_ps(row + c), _mm_loadu_ps(row + c + 4), out + c);
   return narrow_row(row + c, n - c, out + c) || narrow.overflow();
 }
 
+// Without kChecked, no value may overflow.
+template <bool kChecked>
 inline bool narrow_values_sse2(const kv_i32* values, kv_u32 n, float unit, kv_u16* out) {
   Narrow128 narrow;
   const __m128 factor = _mm_set1_ps(unit);
@@ -64,25 +69,16 @@ inline bool narrow_values_sse2(const kv_i32* values, kv_u32 n, float unit, kv_u1
   for (; c + 8 <= n; c += 8) {
     const __m128 low = _mm_cvtepi32_ps(_mm_loadu_si128((const __m128i*)(values + c)));
     const __m128 high = _mm_cvtepi32_ps(_mm_loadu_si128((const __m128i*)(values + c + 4)));
-    narrow.put(_mm_mul_ps(low, factor), _mm_mul_ps(high, factor), out + c);
+    narrow.put<kChecked>(_mm_mul_ps(low, factor), _mm_mul_ps(high, factor), out + c);
   }
   return narrow_values(values + c, n - c, unit, out + c) || narrow.overflow();
 }
 
-// The same where no value overflows.
 inline void narrow_small_values(const kv_i32* values, kv_u32 n, float unit, kv_u16* out) {
-  const __m128 factor = _mm_set1_ps(unit);
-  kv_u32 c = 0;
-  for (; c + 8 <= n; c += 8) {
-    const __m128 low = _mm_cvtepi32_ps(_mm_loadu_si128((const __m128i*)(values + c)));
-    const __m128 high = _mm_cvtepi32_ps(_mm_loadu_si128((const __m128i*)(values + c + 4)));
-    const __m128i a = Narrow128::bits(_mm_mul_ps(low, factor)), b = Narrow128::bits(_mm_mul_ps(high, factor));
-    _mm_storeu_si128((__m128i*)(out + c), _mm_packs_epi32(a, b));
-  }
-  narrow_values(values + c, n - c, unit, out + c);
+  narrow_values_sse2<false>(values, n, unit, out);
 }
 
-inline constexpr Narrow kNarrow{narrow_row_sse2, narrow_values_sse2};
+inline constexpr Narrow kNarrow{narrow_row_sse2, narrow_values_sse2<true>};
 
 struct Narrow256 {
   __m128i largest;

@@ -48,6 +48,8 @@ class RowWriter {
   }
 
   bool overflow() const { return overflow_; }
+  // Whether the output's channels are in the row's order, without gaps.
+  bool contiguous() const { return contiguous_; }
 
   // The `i`th row: `width` integers, times `unit`. `row` is room for them.
   KV_HD void write(kv_u64 i, const kv_i32* __restrict values, float unit, float* __restrict row) {

@@ -120,12 +120,12 @@ class BlockRun {
     }
     c.special = special_.resize(steps);
     row_.resize(stream_->head_dim);
-    choose_emission(plan);
     writers_.clear();
     for (kv_u32 head = 0; head < stream_->heads; ++head)
       writers_.emplace_back(RowPlace{&plan.outputs[block.output], block.rope < 0 ? nullptr : &plan.ropes[block.rope],
                                      plan.order + stream_->order, 1, stream_->head_dim, head, block.row,
                                      block.rope_row, 0, stream_->n_pairs, &narrow});
+    choose_emission(plan);
     return true;
   }
 
@@ -230,12 +230,11 @@ class BlockRun {
   void choose_emission(const PlanTables& plan) {
     output_ = &plan.outputs[block_->output];
     rope_ = block_->rope < 0 ? nullptr : &plan.ropes[block_->rope];
-    const kv_u32* order = plan.order + stream_->order;
     const kv_u32 n = stream_->head_dim;
-    first_channel_ = order[0];
+    first_channel_ = plan.order[stream_->order];
     overflow_ = false;
-    bool direct = output_->type != kBfloat16 && n % 32 == 0 && (rope_ == nullptr || stream_->n_pairs == n / 2);
-    for (kv_u32 c = 0; direct && c < n; ++c) direct = order[c] == order[0] + c;
+    const bool direct = output_->type != kBfloat16 && n % 32 == 0 && writers_.front().contiguous() &&
+                        (rope_ == nullptr || stream_->n_pairs == n / 2);
     const bool half = output_->type == kFloat16;
     emission = !direct ? kGeneral : rope_ == nullptr ? half ? kPlain16 : kPlain32 : half ? kRotated16 : kRotated32;
     // Plain rows do not look for overflow: from here on they go the general way, which does.

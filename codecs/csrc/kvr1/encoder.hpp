@@ -85,7 +85,7 @@ class BlockEncoder {
     const kv_u32 bare = code_bare(states, left, words);
     left -= bare;
     for (kv_u32& x : states) x += kLeastState;
-    const kv_u64 sinks = g_.first_token < g_.sink ? std::min(n_tokens_, g_.sink - g_.first_token) : 0;
+    const kv_u64 sinks = std::min(n_tokens_, n_sinks());
     while (left > 0) {
       // Up to this many rows at a time, so that the room reserved stays small.
       const kv_u64 row = (left - 1) / steps_;
@@ -110,6 +110,9 @@ class BlockEncoder {
   static constexpr std::size_t kMaxSymbolWords = 4;  // one of the symbol, one of its low bits, two of an escape
   static constexpr kv_u32 kMaxBare = 255;
 
+  // Tokens from the block's first that are sinks, however many it gets.
+  kv_u64 n_sinks() const { return g_.first_token < g_.sink ? g_.sink - g_.first_token : 0; }
+
   void set_classes(CodedClasses& coded, const kv_u8* cls, kv_u32 more) const {
     const kv_u32 n = g_.heads * g_.head_dim;
     coded.tables.assign((std::size_t)steps_ * kStates, 0);
@@ -126,7 +129,7 @@ class BlockEncoder {
   // Steps from the end of the block that need no renormalisation: all states still fit afterwards. What they hold then
   // fills the 16 bits that every state has to start with.
   kv_u32 code_bare(kv_u32* states, kv_u64 n_steps, BackwardWords& words) const {
-    const kv_u64 sinks = g_.first_token < g_.sink ? g_.sink - g_.first_token : 0;
+    const kv_u64 sinks = n_sinks();
     Step step;
     kv_u32 bare = 0;
     for (; bare < kMaxBare && bare < n_steps; ++bare) {

@@ -15,8 +15,6 @@ inline bool level_supported(int level) {
   if (level == kPortable) return true;
 #if KV_X86
   if (level == kAvx2) return avx2_supported();
-#endif
-#if KV_X86
   if (level == kAvx512) return avx512_supported();
 #endif
   return false;
@@ -56,8 +54,6 @@ inline const char* block_fault(const PlanTables& p, const Block& b) {
 inline const Narrow& narrow_of(int level) {
 #if KV_X86
   if (level == kAvx512) return kNarrowAvx512;
-#endif
-#if KV_X86
   if (level == kAvx2) return kNarrowAvx2;
 #endif
   (void)level;
@@ -67,8 +63,6 @@ inline const Narrow& narrow_of(int level) {
 inline void decode(const Tables& tables, BlockRun* const* runs, kv_u32 n, int level) {
 #if KV_X86
   if (level == kAvx512) return avx512::decode(tables.slots, runs, n);
-#endif
-#if KV_X86
   if (level == kAvx2) return avx2::decode(tables.slots, runs, n);
 #endif
   (void)level;

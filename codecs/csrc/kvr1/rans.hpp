@@ -13,7 +13,6 @@ constexpr kv_u32 kStates = 32;         // interleaved rANS states of a block: tw
 constexpr kv_u32 kTables = 36;
 constexpr kv_u32 kSymbols = 64;        // 0 is the escape, s stands for s - kZeroSymbol
 constexpr kv_i32 kZeroSymbol = 32;
-constexpr kv_i32 kEscape = -kZeroSymbol;
 constexpr kv_u32 kSlotBits = 11;
 constexpr kv_u32 kSlots = 1u << kSlotBits;
 constexpr kv_u32 kSpreadClasses = 88;
@@ -64,7 +63,7 @@ struct Tables {
         inverse[t * kSymbols + s] = (float)(1.0 / coded * (1.0 - 1.5 / (1 << 23)));
         for (kv_u32 i = 0; i < f; ++i)
           slots[t * kSlots + start + i] =
-              ((kv_u32)(s - kZeroSymbol) << 26) | (s == 0 ? kSlotEscapes : 0) | i << kSlotBits | f;
+              ((kv_u32)(s - kZeroSymbol) << kSlotValueShift) | (s == 0 ? kSlotEscapes : 0) | i << kSlotBits | f;
         start += f;
       }
       if (start != kSlots) return false;
