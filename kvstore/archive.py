@@ -18,7 +18,7 @@ from kvcodecs.spec import Kind, KState
 from . import keys
 from .backend import Backend, Lease, Mode, Snapshot, check_timeout, open_backend
 from .catalog import UNKNOWN_OWNER, Catalog, begin, delete_owned
-from .forks import ForkLock
+from .forklock import ForkLock
 from .identity import Model, check_identity, check_metadata, check_model
 from .info import ArchiveInfo, SessionInfo
 from .layout import check_configs, check_fit_tokens, new_layout

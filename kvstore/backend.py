@@ -70,6 +70,14 @@ class Snapshot(Protocol):
         """Yield keys that start with `prefix` and their values, in key order; views as in `get`."""
         ...
 
+    def at_or_after(self, key: bytes) -> bytes | None:
+        """Return the first stored key that is not less than `key`, or None."""
+        ...
+
+    def before(self, key: bytes) -> bytes | None:
+        """Return the last stored key that is less than `key`, or None."""
+        ...
+
     def release(self, view: memoryview) -> None:
         """Let go of the memory behind a view; it can be read again, at the cost of a new read."""
         ...

@@ -28,7 +28,7 @@ from kvcodecs.spec import F32, Kind, KState, StreamSpec
 
 from . import keys
 from .backend import Passing, Snapshot
-from .forks import ForkLock
+from .forklock import ForkLock
 from .identity import Model
 from .pieces import Piece, pieces
 from .records import HEADER_MAGIC, SessionRecord, located

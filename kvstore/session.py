@@ -12,7 +12,7 @@ import numpy.typing as npt
 from kvcodecs.errors import Closed, InvalidArgument
 from kvcodecs.spec import KINDS, Kind, KState, float_dtype
 
-from .forks import ForkLock
+from .forklock import ForkLock
 from .identity import Model
 from .info import SessionInfo, session_info
 from .layout import check_threads

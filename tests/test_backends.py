@@ -68,6 +68,23 @@ class BackendSuite:
             assert list(snapshot.scan(b"b\xff\xff\xff")) == []
             assert list(snapshot.scan(b"zz")) == []
 
+    def test_neighbours_of_a_key(self, backend):
+        with backend.read() as snapshot:
+            assert snapshot.at_or_after(b"a") is None
+            assert snapshot.before(b"a") is None
+        names = [b"b", b"b\x00", b"d"]
+        with backend.write(1.0) as txn:
+            for name in names:
+                txn.put(name, b"")
+            assert txn.at_or_after(b"c") == b"d"
+            assert txn.before(b"d") == b"b\x00"
+        with backend.read() as snapshot:
+            for key in [b"a", b"b", b"b\x00", b"b\x00\x00", b"c", b"d", b"e"]:
+                after = [name for name in names if name >= key]
+                before = [name for name in names if name < key]
+                assert snapshot.at_or_after(key) == (after[0] if after else None)
+                assert snapshot.before(key) == (before[-1] if before else None)
+
     def test_scan_inside_a_transaction_sees_its_changes(self, backend):
         self.put(backend, a=b"1", b=b"2")
         with backend.write(1.0) as txn:

@@ -49,6 +49,21 @@ class _Snapshot:
         except lmdb.Error as error:
             raise translate(error, self._where) from error
 
+    def at_or_after(self, key: bytes) -> bytes | None:
+        try:
+            with self._txn.cursor() as cursor:
+                return bytes(cursor.key()) if cursor.set_range(key) else None
+        except lmdb.Error as error:
+            raise translate(error, self._where) from error
+
+    def before(self, key: bytes) -> bytes | None:
+        try:
+            with self._txn.cursor() as cursor:
+                found = cursor.prev() if cursor.set_range(key) else cursor.last()
+                return bytes(cursor.key()) if found else None
+        except lmdb.Error as error:
+            raise translate(error, self._where) from error
+
     def release(self, view: memoryview) -> None:
         release_pages(view)
 

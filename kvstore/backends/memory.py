@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from kvcodecs.errors import Closed, Full, InvalidArgument, Locked, NotFound
 
 from ..backend import MAX_KEY_BYTES, BackendInfo, Mode, Value
-from ..forks import ForkLock
+from ..forklock import ForkLock
 from ..lease import locked
 
 
@@ -62,6 +62,12 @@ class _MemorySnapshot:
     def scan(self, prefix: bytes) -> Iterator[tuple[bytes, memoryview]]:
         return _scan(self._version.keys(), self._version.items, prefix)
 
+    def at_or_after(self, key: bytes) -> bytes | None:
+        return _at_or_after(self._version.keys(), key)
+
+    def before(self, key: bytes) -> bytes | None:
+        return _before(self._version.keys(), key)
+
     def release(self, view: memoryview) -> None:
         """Nothing: the value is the only copy."""
 
@@ -78,6 +84,12 @@ class _MemoryTransaction:
 
     def scan(self, prefix: bytes) -> Iterator[tuple[bytes, memoryview]]:
         return _scan(sorted(self.items), dict(self.items), prefix)
+
+    def at_or_after(self, key: bytes) -> bytes | None:
+        return _at_or_after(sorted(self.items), key)
+
+    def before(self, key: bytes) -> bytes | None:
+        return _before(sorted(self.items), key)
 
     def release(self, view: memoryview) -> None:
         """Nothing: the value is the only copy."""
@@ -181,6 +193,16 @@ class MemoryBackend:
 
 def _n_bytes(items: dict[bytes, bytes]) -> int:
     return sum(len(key) + len(value) for key, value in items.items())
+
+
+def _at_or_after(keys: list[bytes], key: bytes) -> bytes | None:
+    i = bisect_left(keys, key)
+    return keys[i] if i < len(keys) else None
+
+
+def _before(keys: list[bytes], key: bytes) -> bytes | None:
+    i = bisect_left(keys, key)
+    return keys[i - 1] if i else None
 
 
 def _scan(
