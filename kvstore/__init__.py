@@ -26,7 +26,7 @@ from kvcodecs.rope import Rope
 from kvcodecs.tkv1 import TKV1
 
 from .archive import Archive, open
-from .identity import LayerSpec, Model
+from .identity import LayerSpec, Model, Shard
 from .info import ArchiveInfo, SessionInfo, StreamInfo
 from .session import Session
 
@@ -50,6 +50,7 @@ __all__ = [
     "Rope",
     "Session",
     "SessionInfo",
+    "Shard",
     "StreamInfo",
     "Truncated",
     "Unsupported",

@@ -14,18 +14,71 @@ from hashlib import blake2b
 from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
-from kvcodecs.errors import Corrupt, IdentityMismatch, InvalidArgument
+from kvcodecs.errors import Corrupt, IdentityMismatch, InvalidArgument, Unsupported
 from kvcodecs.rope import Rope
-from kvcodecs.spec import KINDS, Kind, StreamSpec, float_dtype
+from kvcodecs.spec import KINDS, MAX_HEADS, Kind, StreamSpec, float_dtype
 
 from .keys import DIGEST_BYTES
 
 #: A layer's rope: its own, none at all, or ``"model"`` for the model's.
 LayerRope: TypeAlias = Rope | Literal["model"] | None
 MAX_LAYERS: Final = 1 << 16
+MAX_SHARDS: Final = 1 << 16
 MAX_METADATA_BYTES: Final = 1 << 20
 MAX_METADATA_DEPTH: Final = 32
-_TEXTS: Final = ("name", "revision", "dtype", "layout", "shard", "salt")
+# In the order in which differences are reported: those before the geometry, those after it.
+_WHICH: Final = ("name", "revision", "weights", "tokenizer", "adapter")
+_HOW: Final = ("dtype", "layout", "salt")
+_TEXTS: Final = _WHICH + _HOW
+_FIELDS: Final = {*_TEXTS, "layers", "rope", "layer_ropes", "shard"}
+
+
+def _whole(what: str, value: object) -> int:
+    """Return an integer as Python's own, which JSON takes; not a bool, though it is an int."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise InvalidArgument(f"{what} {value!r}: expected an integer")
+    return int(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The part of a model that one rank of a tensor-parallel group holds.
+
+    Parameters
+    ----------
+    rank, size
+        Which of how many.
+    heads
+        ``(start, stop)``: the range of the whole model's KV heads that is stored.
+
+    Raises
+    ------
+    InvalidArgument
+        Not ``0 <= rank < size`` and ``0 <= start < stop``, or absurdly large.
+    """
+
+    rank: int
+    size: int
+    heads: tuple[int, int]
+
+    def __post_init__(self) -> None:
+        rank, size = _whole("shard rank", self.rank), _whole("shard size", self.size)
+        if not isinstance(self.heads, tuple | list) or len(self.heads) != 2:
+            raise InvalidArgument(f"shard heads {self.heads!r}: expected (start, stop)")
+        start, stop = (_whole("shard heads", end) for end in self.heads)
+        if not 0 <= rank < size <= MAX_SHARDS:
+            raise InvalidArgument(f"shard {rank} of {size}: ranks are 0 to size - 1")
+        if not 0 <= start < stop <= MAX_HEADS:
+            raise InvalidArgument(f"shard heads {start}:{stop}: not a range of 0:{MAX_HEADS}")
+        for name, value in (("rank", rank), ("size", size), ("heads", (start, stop))):
+            object.__setattr__(self, name, value)
+
+    def __str__(self) -> str:
+        return f"{self.rank}/{self.size}:{self.heads[0]}-{self.heads[1]}"
+
+    def to_json(self) -> list[int]:
+        """Return ``[rank, size, start, stop]``."""
+        return [self.rank, self.size, *self.heads]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +107,14 @@ class LayerSpec:
     rope: LayerRope = "model"
 
     def __post_init__(self) -> None:
+        for name in ("heads", "head_dim_k", "head_dim_v", "window"):
+            value = getattr(self, name)
+            if value is not None or name in ("heads", "head_dim_k"):
+                object.__setattr__(self, name, _whole(name, value))
         if self.window is not None and self.window < 1:
             raise InvalidArgument(f"window {self.window}: must be positive, or None")
-        if isinstance(self.rope, str) and self.rope != "model":
+        named = isinstance(self.rope, str) and self.rope == "model"
+        if not (named or self.rope is None or isinstance(self.rope, Rope)):
             raise InvalidArgument(f"layer rope {self.rope!r}: a Rope, None or 'model'")
 
     def head_dim(self, kind: Kind) -> int | None:
@@ -68,6 +126,9 @@ class LayerSpec:
 class Model:
     """Identity of the KV in a session.
 
+    All of it must be equal before KV is reused. Text is compared as it is, and an empty one
+    equals nothing but an empty one.
+
     Parameters
     ----------
     name
@@ -76,16 +137,27 @@ class Model:
         One `LayerSpec` each.
     rope
         Rotary embedding of the layers that do not say otherwise; None for models without.
-    revision, layout, shard, salt
-        Whatever else must be equal before KV is reused; free text, compared as it is.
+    revision
+        Of the model, a commit for example.
     dtype
         What reads return by default: ``"float32"``, ``"float16"``, ``"bfloat16"``, or ``""``
         for float32.
+    layout
+        How heads and channels are arranged, where that can differ.
+    shard
+        The `Shard` that the layers are; ``""`` for a whole model, any other text as it is.
+    salt
+        Keeps apart what is equal otherwise, tenants for example.
+    weights, tokenizer
+        Digests of the files.
+    adapter
+        Whatever changes the model's weights (LoRA): its name, or better a digest.
 
     Raises
     ------
     InvalidArgument
-        A size that is zero, odd or too large, or a RoPE wider than a head.
+        A size that is zero, odd or too large, a RoPE wider than a head, or a value of another
+        type.
     """
 
     name: str
@@ -94,8 +166,11 @@ class Model:
     revision: str = ""
     dtype: str = ""
     layout: str = ""
-    shard: str = ""
+    shard: Shard | str = ""
     salt: str = ""
+    weights: str = ""
+    tokenizer: str = ""
+    adapter: str = ""
     _streams: dict[tuple[int, Kind], StreamSpec] = field(
         init=False, repr=False, compare=False, hash=False, default_factory=dict
     )
@@ -105,11 +180,16 @@ class Model:
         if not 1 <= len(self.layers) <= MAX_LAYERS:
             raise InvalidArgument(f"model {self.name!r}: {len(self.layers)} layers")
         for text in _TEXTS:
-            if not isinstance(getattr(self, text), str):
-                raise InvalidArgument(f"model {text} {getattr(self, text)!r}: expected a string")
+            _check_text(text, getattr(self, text))
+        if not isinstance(self.shard, Shard):
+            _check_text("shard", self.shard)
         if self.dtype:
             float_dtype(self.dtype)
+        if not (self.rope is None or isinstance(self.rope, Rope)):
+            raise InvalidArgument(f"model rope {self.rope!r}: expected a Rope or None")
         for index, layer in enumerate(self.layers):
+            if not isinstance(layer, LayerSpec):
+                raise InvalidArgument(f"layers[{index}] {layer!r}: expected a LayerSpec")
             for kind in KINDS:
                 head_dim = layer.head_dim(kind)
                 if head_dim is None:
@@ -135,16 +215,32 @@ class Model:
         revision: str = "",
         dtype: str = "",
         layout: str = "",
-        shard: str = "",
+        shard: Shard | str = "",
         salt: str = "",
+        weights: str = "",
+        tokenizer: str = "",
+        adapter: str = "",
     ) -> Model:
         """Return a model whose layers are all alike; `head_dim_v` None means no V."""
-        if not isinstance(n_layers, int):
-            raise InvalidArgument(f"n_layers {n_layers!r}: expected an integer")
+        n_layers = _whole("n_layers", n_layers)
+        if not 1 <= n_layers <= MAX_LAYERS:
+            raise InvalidArgument(f"model {name!r}: {n_layers} layers")
         layer = LayerSpec(
             n_kv_heads, head_dim, head_dim if head_dim_v == "same" else head_dim_v, window
         )
-        return cls(name, (layer,) * n_layers, rope, revision, dtype, layout, shard, salt)
+        return cls(
+            name,
+            (layer,) * n_layers,
+            rope=rope,
+            revision=revision,
+            dtype=dtype,
+            layout=layout,
+            shard=shard,
+            salt=salt,
+            weights=weights,
+            tokenizer=tokenizer,
+            adapter=adapter,
+        )
 
     @property
     def n_layers(self) -> int:
@@ -190,22 +286,26 @@ class Model:
 
     def to_json(self) -> dict[str, object]:
         """Return a JSON object; equal models give equal objects."""
-        ropes: list[Rope] = []
+        ropes: dict[Rope, int] = {}
+        counts: list[int] = []
         runs: list[list[object]] = []
         for layer in self.layers:
             rope: object = layer.rope
             if isinstance(rope, Rope):
-                if rope not in ropes:
-                    ropes.append(rope)
-                rope = ropes.index(rope)
-            row: list[object] = [layer.heads, layer.head_dim_k, layer.head_dim_v]
-            row += [layer.window, rope]
-            if runs and runs[-1][1:] == row:
-                runs[-1][0] = int(str(runs[-1][0])) + 1
+                rope = ropes.setdefault(rope, len(ropes))
+            row = [layer.heads, layer.head_dim_k, layer.head_dim_v, layer.window, rope]
+            if runs and runs[-1] == row:
+                counts[-1] += 1
             else:
-                runs.append([1, *row])
-        data: dict[str, object] = {"layers": runs}
+                counts.append(1)
+                runs.append(row)
+        data: dict[str, object] = {
+            "layers": [[n, *row] for n, row in zip(counts, runs, strict=True)]
+        }
         data.update({text: getattr(self, text) for text in _TEXTS if getattr(self, text)})
+        if self.shard:
+            shard = self.shard
+            data["shard"] = shard.to_json() if isinstance(shard, Shard) else shard
         if self.rope is not None:
             data["rope"] = self.rope.to_json()
         if ropes:
@@ -220,18 +320,34 @@ class Model:
         ------
         Corrupt
             A field is missing or malformed.
+        Unsupported
+            A field that this release does not know: it would be lost, and with it what must
+            match.
         """
+        if not isinstance(data, Mapping):
+            raise Corrupt(f"model identity: a {type(data).__name__}, expected an object")
+        unknown = [name for name in data if name not in _FIELDS]
+        if unknown:
+            raise Unsupported(f"model identity: field {unknown[0]!r} is unknown to this release")
         try:
             ropes = [Rope.from_json(rope) for rope in data.get("layer_ropes", [])]
             layers: list[LayerSpec] = []
             for n, heads, head_dim_k, head_dim_v, window, rope in data["layers"]:
-                if not 1 <= n <= MAX_LAYERS - len(layers):
+                if not 1 <= _whole("a run of", n) <= MAX_LAYERS - len(layers):
                     raise Corrupt(f"model identity: a run of {n} layers")
-                own = ropes[rope] if isinstance(rope, int) else rope
+                own = rope
+                if isinstance(rope, int):
+                    if not 0 <= _whole("layer rope", rope) < len(ropes):
+                        raise Corrupt(f"model identity: layer rope {rope} of {len(ropes)}")
+                    own = ropes[rope]
                 layers += [LayerSpec(heads, head_dim_k, head_dim_v, window, own)] * n
             rope = None if data.get("rope") is None else Rope.from_json(data["rope"])
+            shard = data.get("shard", "")
+            if isinstance(shard, list):
+                rank, size, start, stop = shard
+                shard = Shard(rank, size, (start, stop))
             texts = {text: data.get(text, "") for text in _TEXTS}
-            return cls(layers=tuple(layers), rope=rope, **texts)
+            return cls(layers=tuple(layers), rope=rope, shard=shard, **texts)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise Corrupt(f"model identity: {error!r}") from error
 
@@ -239,6 +355,15 @@ class Model:
     def digest(self) -> bytes:
         """Content address: BLAKE2b of the canonical JSON."""
         return blake2b(canonical_json(self.to_json()), digest_size=DIGEST_BYTES).digest()
+
+
+def _check_text(name: str, value: object) -> None:
+    if not isinstance(value, str):
+        raise InvalidArgument(f"model {name} {value!r}: expected a string")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InvalidArgument(f"model {name} {value!r}: not valid UTF-8") from error
 
 
 def check_model(model: object) -> None:
@@ -320,30 +445,46 @@ def check_identity(found: Model, expected: Model, where: str) -> None:
 
 
 def _difference(found: Model, expected: Model) -> tuple[str, object, object] | None:
-    for text in ("name", "revision"):
-        have, want = getattr(found, text), getattr(expected, text)
+    return (
+        _field_difference("", _WHICH, found, expected)
+        or _rope_difference("rope", found.rope, expected.rope)
+        or _layer_difference(found.layers, expected.layers)
+        or _field_difference("", _HOW, found, expected)
+        or _shard_difference(found.shard, expected.shard)
+    )
+
+
+def _field_difference(
+    prefix: str, names: Sequence[str], found: object, expected: object
+) -> tuple[str, object, object] | None:
+    for name in names:
+        have, want = getattr(found, name), getattr(expected, name)
         if have != want:
-            return text, have, want
-    difference = _rope_difference("rope", found.rope, expected.rope)
-    if difference is not None:
-        return difference
-    if found.n_layers != expected.n_layers:
-        return "n_layers", found.n_layers, expected.n_layers
-    for index, (mine, theirs) in enumerate(zip(found.layers, expected.layers, strict=True)):
-        for part in fields(LayerSpec):
-            name = f"layers[{index}].{part.name}"
-            have, want = getattr(mine, part.name), getattr(theirs, part.name)
-            if part.name == "rope":
-                difference = _rope_difference(name, have, want)
-                if difference is not None:
-                    return difference
-            elif have != want:
-                return name, have, want
-    for text in ("dtype", "layout", "shard", "salt"):
-        have, want = getattr(found, text), getattr(expected, text)
-        if have != want:
-            return text, have, want
+            return prefix + name, have, want
     return None
+
+
+def _layer_difference(
+    found: tuple[LayerSpec, ...], expected: tuple[LayerSpec, ...]
+) -> tuple[str, object, object] | None:
+    if len(found) != len(expected):
+        return "n_layers", len(found), len(expected)
+    sizes = [part.name for part in fields(LayerSpec) if part.name != "rope"]
+    for index, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
+        prefix = f"layers[{index}]."
+        difference = _field_difference(prefix, sizes, mine, theirs)
+        difference = difference or _rope_difference(f"{prefix}rope", mine.rope, theirs.rope)
+        if difference is not None:
+            return difference
+    return None
+
+
+def _shard_difference(
+    found: Shard | str, expected: Shard | str
+) -> tuple[str, object, object] | None:
+    if isinstance(found, Shard) and isinstance(expected, Shard):
+        return _field_difference("shard.", ("rank", "size", "heads"), found, expected)
+    return None if found == expected else ("shard", found, expected)
 
 
 def _rope_difference(

@@ -63,7 +63,7 @@ class StreamSpec:
         if self.kind not in KINDS:
             raise InvalidArgument(f"stream kind {self.kind!r}: use 'k' or 'v'")
         for name, size in (("heads", self.heads), ("head_dim", self.head_dim)):
-            if not isinstance(size, int | np.integer):
+            if isinstance(size, bool) or not isinstance(size, int | np.integer):
                 raise InvalidArgument(f"{name} {size!r}: expected an integer")
         if self.rope is not None and not isinstance(self.rope, Rope):
             raise InvalidArgument(f"rope {self.rope!r}: expected a Rope or None")

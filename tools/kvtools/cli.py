@@ -22,6 +22,7 @@ from kvtools.values import (
     path,
     positive_float,
     positive_int,
+    shard,
     token_range,
     up_to,
 )
@@ -152,9 +153,28 @@ def _add_pack(parser: argparse.ArgumentParser) -> None:
     keys.add_argument(
         "--rope-scaling", type=positive_float, metavar="G", help="attention scaling (default: 1)"
     )
-    model = parser.add_argument_group("model")
-    model.add_argument("--model-name", metavar="NAME", help="kept as the session's identity")
-    model.add_argument("--revision", metavar="REV", help="kept as the session's identity")
+    model = parser.add_argument_group(
+        "model",
+        "The session's identity: whatever differs here is never taken for the same KV.\n"
+        "What unpack wrote keeps its own, but for what is given here.",
+    )
+    model.add_argument("--model-name", metavar="NAME", help="(default: the input's, or unknown)")
+    for flag, metavar, text in (
+        ("--revision", "REV", "of the model, a commit for example"),
+        ("--weights", "DIGEST", "of the model's weights"),
+        ("--tokenizer", "DIGEST", "of the tokenizer"),
+        ("--adapter", "NAME", "what changes the weights (LoRA): a name, or better a digest"),
+        ("--layout", "TEXT", "how heads and channels are arranged, where that can differ"),
+        ("--salt", "TEXT", "keeps apart what is equal otherwise, tenants for example"),
+    ):
+        model.add_argument(flag, metavar=metavar, help=text)
+    model.add_argument(
+        "--shard",
+        type=shard,
+        metavar="RANK/SIZE:START-STOP",
+        help="tensor-parallel shard and the range of the model's KV heads that it holds, "
+        "such as 1/8:4-8",
+    )
     model.add_argument(
         "--dtype", choices=DTYPES, help="what reads return by default (default: the input's)"
     )

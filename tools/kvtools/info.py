@@ -22,6 +22,8 @@ from kvtools.terminal import (
     size_text,
 )
 
+#: What a model may state besides; shown where it does.
+IDENTITY = ("weights", "tokenizer", "adapter", "layout", "shard", "salt")
 #: Characters of a session's metadata that `info` shows; ``--json`` shows all of it.
 MAX_METADATA = 500
 #: What errors and bounds refer to, for K that was given after RoPE.
@@ -150,6 +152,7 @@ def _show_session(info: SessionInfo, *, layers: bool) -> None:
         ("layers", f"{model.n_layers}: {_geometry(info)}"),
         ("rope", _rope_text(model)),
         ("dtype", model.dtype or "float32"),
+        *((name, str(value)) for name in IDENTITY if (value := getattr(model, name))),
         ("tokens", f"{info.n_tokens}{', with ids' if info.has_token_ids else ''}"),
         ("K given", f"{'after' if info.k_state == 'post' else 'before'} RoPE ({info.k_state})"),
         ("codec", _codec_text(info)),

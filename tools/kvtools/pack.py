@@ -32,6 +32,8 @@ from kvtools.terminal import (
     size_text,
 )
 
+#: Options that state the field of the same name of a model.
+IDENTITY = ("revision", "weights", "tokenizer", "adapter", "layout", "salt", "dtype")
 POLICIES = ("rel_step", "step", "max_error", "rmse", "bpv")
 
 
@@ -62,12 +64,13 @@ def run_pack(args: argparse.Namespace) -> int:
         kv = KvFile(file, k_state=args.k_state, no_v=args.no_v)
         kv.require_v("--no-v packs K alone")
         _check_positions(args, kv)
+        stated = {name: getattr(args, name) for name in IDENTITY}
         model = build_model(
             kv,
             name=args.model_name,
-            revision=args.revision,
-            dtype=args.dtype,
             rope=rope_option(args, kv),
+            shard=_shard(args),
+            **stated,
         )
         check_rope(args, kv, model)
         _note_unused(kv, quiet=args.quiet)
@@ -94,6 +97,13 @@ def _session_name(args: argparse.Namespace) -> str:
         return check_name(Path(args.input).stem)
     except InvalidArgument as error:
         raise InvalidArgument(f"{error}; give another one with --session") from error
+
+
+def _shard(args: argparse.Namespace) -> kvstore.Shard | None:
+    if args.shard is None:
+        return None
+    rank, size, start, stop = args.shard
+    return kvstore.Shard(rank, size, (start, stop))
 
 
 def _check_positions(args: argparse.Namespace, kv: KvFile) -> None:

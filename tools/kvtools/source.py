@@ -52,19 +52,12 @@ class FileSource:
         return stream
 
 
-def build_model(
-    kv: KvFile,
-    *,
-    name: str | None = None,
-    revision: str | None = None,
-    dtype: str | None = None,
-    rope: Rope | None = None,
-) -> Model:
+def build_model(kv: KvFile, *, rope: Rope | None = None, **stated: Any) -> Model:
     """Return the identity of the KV in a file.
 
-    What is passed here wins over what `unpack` left in the file, that over the plain metadata,
-    and that over the sidecar. The dtype that `unpack` left is the model's, whatever the tensors
-    are written in.
+    `stated` are other fields of `Model`, None where nothing is stated. What is passed here wins
+    over what `unpack` left in the file, that over the plain metadata, and that over the sidecar.
+    The dtype that `unpack` left is the model's, whatever the tensors are written in.
 
     Raises
     ------
@@ -82,18 +75,14 @@ def build_model(
                 f"{layer.v.heads} of V"
             )
     stored = _stored_model(kv)
+    given = {field: value for field, value in stated.items() if value is not None}
     if stored is None:
-        if name is None:
-            name = kv.hints.text("model") or "unknown"
-        if revision is None:
-            revision = kv.hints.text("revision") or ""
-        return Model(
-            name=name,
-            layers=layers,
-            rope=rope or kv.hints.rope(),
-            revision=revision,
-            dtype=dtype or kv.dtype("k", "v"),
-        )
+        found = {
+            "name": kv.hints.text("model") or "unknown",
+            "revision": kv.hints.text("revision") or "",
+            "dtype": kv.dtype("k", "v"),
+        }
+        return Model(layers=layers, rope=rope or kv.hints.rope(), **{**found, **given})
     shapes = [(layer.heads, layer.head_dim_k, layer.head_dim_v) for layer in stored.layers]
     if shapes != [(layer.heads, layer.head_dim_k, layer.head_dim_v) for layer in layers]:
         raise InvalidArgument(
@@ -103,12 +92,7 @@ def build_model(
         stored = replace(
             stored, rope=rope, layers=tuple(replace(layer, rope="model") for layer in stored.layers)
         )
-    return replace(
-        stored,
-        name=stored.name if name is None else name,
-        revision=stored.revision if revision is None else revision,
-        dtype=dtype or stored.dtype,
-    )
+    return replace(stored, **given)
 
 
 def _stored_model(kv: KvFile) -> Model | None:

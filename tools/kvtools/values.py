@@ -59,6 +59,19 @@ def layer_list(text: str) -> list[range]:
     return spans
 
 
+def shard(text: str) -> tuple[int, int, int, int]:
+    """Parse ``rank/size:start-stop`` into these four."""
+    group, colon, heads = text.partition(":")
+    rank, slash, size = group.partition("/")
+    start, dash, stop = heads.partition("-")
+    numbers = [number for part in (rank, size, start, stop) if (number := _whole(part)) is not None]
+    if not (colon and slash and dash) or len(numbers) != 4:
+        raise _refuse(text, "is no shard rank/size:start-stop, such as 1/8:4-8")
+    if not (numbers[0] < numbers[1] and numbers[2] < numbers[3]):
+        raise _refuse(text, "is no shard with rank < size and start < stop")
+    return numbers[0], numbers[1], numbers[2], numbers[3]
+
+
 def positive_float(text: str) -> float:
     """Parse a finite number above 0."""
     try:
