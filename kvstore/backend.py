@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Final, Literal, Protocol, TypeAlias
 
-from kvcodecs.errors import InvalidArgument
+from kvcodecs.errors import Closed, InvalidArgument
 
 Mode: TypeAlias = Literal["r", "a"]
 Value: TypeAlias = bytes | memoryview
@@ -21,6 +21,8 @@ Value: TypeAlias = bytes | memoryview
 MEMORY_PREFIX: Final = "memory:"
 #: Longest key in bytes: LMDB's own limit.
 MAX_KEY_BYTES: Final = 511
+#: How long a snapshot may be read from: it keeps pages that were freed since from being used again.
+SNAPSHOT_SECONDS: Final = 3600.0
 # Thirty years; much longer ones overflow the system's clock.
 _LONGEST_WAIT: Final = 1e9
 
@@ -37,6 +39,9 @@ class BackendInfo:
         Length of the data file; for memory, the bytes of all keys and values.
     free_bytes
         Bytes inside the file that the next writes use again before it grows.
+    used_bytes
+        Bytes that are not free, the backend's own overhead included: what the file would have
+        without a hole. Exact, and the same after a restart.
     n_entries
         Number of keys.
     """
@@ -44,7 +49,27 @@ class BackendInfo:
     kind: str
     file_bytes: int
     free_bytes: int
+    used_bytes: int
     n_entries: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReaderInfo:
+    """A snapshot that is open somewhere; pages freed since it began cannot be used again.
+
+    Attributes
+    ----------
+    pid
+        Its process.
+    n_behind
+        Transactions committed since it began.
+    age_seconds
+        How long it has been open; None in another process, which alone knows.
+    """
+
+    pid: int
+    n_behind: int
+    age_seconds: float | None
 
 
 class Lease(Protocol):
@@ -56,7 +81,11 @@ class Lease(Protocol):
 
 
 class Snapshot(Protocol):
-    """The committed state at one moment, unaffected by later writes."""
+    """The committed state at one moment, unaffected by later writes.
+
+    Every method but `release`, and every step of a scan, raises `Closed` once the snapshot is
+    older than the ``snapshot_seconds`` of its backend. Write transactions do not expire.
+    """
 
     def get(self, key: bytes) -> memoryview | None:
         """Return a read-only view of the value, or None.
@@ -122,6 +151,15 @@ class Transaction(Snapshot, Protocol):
         """Remove a key; an absent one is no error."""
         ...
 
+    def used_bytes(self) -> int:
+        """Return `BackendInfo.used_bytes` as of a commit now.
+
+        In LMDB an upper bound, exact before the first change: the pages of the database itself
+        are counted, those that the list of free pages will have are known only at the commit.
+        The bound is a few pages high, and 8 bytes for each page that is freed.
+        """
+        ...
+
 
 class Backend(Protocol):
     """Where the frames of one archive live. Safe to use from many threads."""
@@ -143,7 +181,8 @@ class Backend(Protocol):
         Locked
             Another writer, in this or any other process, held the lock for `timeout` seconds.
         Full
-            On commit: no space; the transaction has been rolled back.
+            On commit: no space; the transaction has been rolled back. Also when a `put` raised
+            it and the caller went on: such a transaction is never committed.
         """
         ...
 
@@ -158,6 +197,54 @@ class Backend(Protocol):
         """Return sizes."""
         ...
 
+    @property
+    def limit(self) -> int | None:
+        """What `set_limit` was given last for this archive in this process."""
+        ...
+
+    def set_limit(self, n_bytes: int | None) -> None:
+        """Cap the length of the data file (memory: the bytes of keys and values).
+
+        It holds for everybody in this process who has the archive open, until all have closed
+        it; None takes it away. Rounded down to whole pages. What does not fit raises `Full` with
+        ``is_limit``, and nothing is lost.
+
+        In LMDB removing needs room too, 1 % of what is removed: it writes changed pages anew,
+        and what it frees is usable later (`reclaim`). So keep some below the limit. A file that
+        is longer than the limit already may grow by 64 KiB, or 1/128, so that it can be emptied.
+
+        Raises
+        ------
+        Locked
+            LMDB: transactions of this process did not end within ten seconds. The caller has
+            none open.
+        """
+        ...
+
+    def readers(self) -> list[ReaderInfo]:
+        """Return the snapshots that are open now, in every process; the oldest first."""
+        ...
+
+    def reclaim(self, timeout: float) -> bool:
+        """Make what the last transactions freed usable by the next one; see `Full`.
+
+        LMDB lets a transaction use what was freed by the last but one before it, or earlier, and
+        not since the oldest snapshot that is still open. So this commits once more without
+        changing anything, unless it has just done so.
+
+        Returns
+        -------
+        bool
+            Whether an older snapshot is open, so that what was freed since it began stays
+            unusable until it ends; `readers` tells whose.
+
+        Raises
+        ------
+        Locked, Full
+            As `write`.
+        """
+        ...
+
     def close(self) -> None:
         """Let go of everything; a second call does nothing."""
         ...
@@ -168,6 +255,29 @@ def check_timeout(seconds: object) -> float:
     if not isinstance(seconds, int | float) or not seconds >= 0:
         raise InvalidArgument(f"lock_timeout {seconds!r}: expected seconds")
     return float(min(seconds, _LONGEST_WAIT))
+
+
+def check_seconds(name: str, seconds: object) -> float:
+    """Return seconds above 0, thirty years at most; `InvalidArgument` if it is no such number."""
+    # Written so that NaN is none either.
+    if isinstance(seconds, int | float) and not isinstance(seconds, bool) and seconds > 0:
+        return float(min(seconds, _LONGEST_WAIT))
+    raise InvalidArgument(f"{name} {seconds!r}: expected seconds, more than 0")
+
+
+def check_limit(n_bytes: object) -> int | None:
+    """Return the limit of an archive; `InvalidArgument` if it is neither bytes nor None."""
+    if n_bytes is None or (type(n_bytes) is int and 0 < n_bytes < 1 << 63):
+        return n_bytes
+    raise InvalidArgument(f"limit {n_bytes!r} is not a positive number of bytes")
+
+
+def expired(where: str, seconds: float) -> Closed:
+    """Return the error of a snapshot that has been open for too long."""
+    return Closed(
+        f"{where}: the snapshot is older than {seconds:g} s, it would make the archive grow; "
+        "begin again"
+    )
 
 
 def _is_path(text: str) -> bool:
@@ -183,6 +293,7 @@ def open_backend(
     *,
     kind: str | None = None,
     map_size: int | None = None,
+    snapshot_seconds: float = SNAPSHOT_SECONDS,
 ) -> Backend:
     """Open the backend that `kind` names, or that `path` asks for.
 
@@ -195,7 +306,11 @@ def open_backend(
     kind
         ``"lmdb"``, ``"memory"`` or None to go by `path`.
     map_size
-        Upper limit of the archive in bytes; None for the backend's default.
+        Upper limit of the archive in bytes; None for the backend's default. Where the archive is
+        open in this process already, a larger one raises that limit, but never the one of
+        `Backend.set_limit`.
+    snapshot_seconds
+        How long a snapshot may be read from.
 
     Raises
     ------
@@ -208,6 +323,7 @@ def open_backend(
         raise InvalidArgument(f"mode {mode!r}, expected 'r' (read) or 'a' (create or append)")
     if map_size is not None and not (type(map_size) is int and 0 < map_size < 1 << 63):
         raise InvalidArgument(f"map_size {map_size!r} is not a positive number of bytes")
+    check_seconds("snapshot_seconds", snapshot_seconds)
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else path
     if not isinstance(text, str) or not _is_path(text):
         raise InvalidArgument(f"path {path!r}: expected a string or a path")
@@ -217,9 +333,10 @@ def open_backend(
     if kind == "memory":
         from .backends.memory import MemoryBackend
 
-        return MemoryBackend(text.removeprefix(MEMORY_PREFIX), mode, map_size=map_size)
+        name = text.removeprefix(MEMORY_PREFIX)
+        return MemoryBackend(name, mode, map_size=map_size, snapshot_seconds=snapshot_seconds)
     if kind == "lmdb":
         from .backends.lmdb import LmdbBackend
 
-        return LmdbBackend(text, mode, map_size=map_size)
+        return LmdbBackend(text, mode, map_size=map_size, snapshot_seconds=snapshot_seconds)
     raise InvalidArgument(f"backend {kind!r}, expected 'lmdb' or 'memory'")

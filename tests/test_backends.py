@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 
 import pytest
 from kvcodecs.errors import Closed, Corrupt, Full, InvalidArgument, Locked, NotFound, Truncated
@@ -208,17 +209,182 @@ class BackendSuite:
         self.put(backend, a=bytes(10000))
         info = backend.info()
         assert info.n_entries == 1
-        assert info.file_bytes >= 10001
+        assert info.file_bytes >= info.used_bytes >= 10001
         assert 0 <= info.free_bytes < info.file_bytes
 
-    def test_limit(self, place):
+    def test_used_bytes_are_those_of_the_commit(self, backend, place):
+        for n, key in ((10000, b"a"), (300, b"b"), (1 << 20, b"c"), (0, b"c"), (0, b"a")):
+            with backend.write(1.0) as txn:
+                assert txn.used_bytes() == backend.info().used_bytes
+                txn.put(key, bytes(n)) if n else txn.delete(key)
+                at_most = txn.used_bytes()
+            used = backend.info().used_bytes
+            assert 0 <= at_most - used <= 10 * 4096
+        backend.close()
+        again = open_backend(place, "r")
+        assert again.info().used_bytes == used
+        again.close()
+
+    def test_map_size(self, place):
         backend = open_backend(place, "a", map_size=1 << 18)
         self.put(backend, a=bytes(1000))
-        with pytest.raises(Full):
+        with pytest.raises(Full) as caught:
             self.put(backend, **{f"x{i}": bytes(10000) for i in range(100)})
+        assert caught.value.is_limit
         assert self.get(backend, "a") == bytes(1000)
         self.put(backend, b=b"there is still room")
         backend.close()
+
+    def fill(self, backend):
+        """Put 10 KB values until there is no room; return their number."""
+        n = 0
+
+        def put_more():
+            nonlocal n
+            while True:
+                self.put(backend, **{f"x{n:06}": bytes(10_000)})
+                n += 1
+
+        with pytest.raises(Full) as caught:
+            put_more()
+        assert caught.value.is_limit
+        return n
+
+    def test_limit(self, backend, place):
+        self.put(backend, a=b"1")
+        assert backend.limit is None
+        backend.set_limit(400_000)
+        assert 400_000 - 4096 < backend.limit <= 400_000
+        n = self.fill(backend)
+        assert 20 < n <= 40
+        assert backend.info().file_bytes <= 400_000
+        # One limit for all who have it open, whatever they would have.
+        other = open_backend(place, "a", map_size=1 << 30)
+        assert other.limit == backend.limit
+        with pytest.raises(Full, match="limit"):
+            self.put(other, more=bytes(100_000))
+        other.set_limit(800_000)
+        self.put(backend, more=bytes(100_000))
+        backend.set_limit(100_000)  # shorter than it is
+        with pytest.raises(Full):
+            self.put(backend, more=bytes(500_000))
+        assert self.get(backend, "more") == bytes(100_000)
+        self.fill(backend)
+        backend.set_limit(None)
+        assert other.limit is None
+        self.put(backend, more=bytes(2_000_000))
+        other.close()
+
+    def test_a_limit_holds_in_a_smaller_map(self, place):
+        backend = open_backend(place, "a", map_size=1 << 18)
+        backend.set_limit(1 << 30)
+        with pytest.raises(Full, match="map"):
+            self.put(backend, a=bytes(1 << 19))
+        backend.set_limit(1 << 17)
+        with pytest.raises(Full, match="limit"):
+            self.put(backend, a=bytes(1 << 17))
+        self.put(backend, a=b"1")
+        backend.close()
+
+    def test_limits_that_are_none(self, backend):
+        for limit in (0, -1, True, 1.5, "1", 1 << 63):
+            with pytest.raises(InvalidArgument, match="limit"):
+                backend.set_limit(limit)
+        self.put(backend, a=b"1")
+        backend.set_limit(1)
+        with pytest.raises(Full):
+            self.put(backend, b=bytes(100_000))
+        assert self.get(backend, "a") == b"1"
+
+    def test_a_transaction_that_was_full_is_never_committed(self, backend):
+        self.put(backend, a=b"1", b=b"1")
+        backend.set_limit(200_000)
+
+        def go_on():
+            with backend.write(1.0) as txn:
+                txn.put(b"a", b"2")
+                for key, value in ((b"b", bytes(300_000)), (b"c", b"3")):
+                    with pytest.raises(Full, match="limit"):
+                        txn.put(key, value)
+
+        with pytest.raises(Full, match="limit") as caught:
+            go_on()
+        assert caught.value.is_limit
+        assert [self.get(backend, key) for key in "abc"] == [b"1", b"1", None]
+        self.put(backend, c=b"3")
+
+    def test_readers(self, backend):
+        assert backend.readers() == []
+        self.put(backend, a=b"1")
+        with backend.read() as old:
+            time.sleep(0.02)
+            self.put(backend, a=b"2")
+            self.put(backend, a=b"3")
+            with backend.read():
+                first, second = backend.readers()
+                assert (first.pid, first.n_behind) == (os.getpid(), 2)
+                assert second.n_behind == 0
+                assert 5 > first.age_seconds >= 0.02 > second.age_seconds >= 0
+            assert bytes(old.get(b"a")) == b"1"
+        assert backend.readers() == []
+
+    def test_freed_space_is_usable_after_reclaim(self, backend):
+        self.put(backend, A=b"1")
+        backend.set_limit(2_000_000)
+        for i in range(5):
+            self.put(backend, big=bytes(1_500_000))
+            with backend.write(1.0) as txn:
+                txn.delete(b"big")
+            assert not backend.reclaim(1.0)
+            assert not backend.reclaim(1.0)
+            assert self.get(backend, "A") == b"1", i
+        with backend.read():
+            self.put(backend, big=bytes(1_500_000))
+            with backend.write(1.0) as txn:
+                txn.delete(b"big")
+            assert backend.reclaim(1.0)
+        assert not backend.reclaim(1.0)
+        self.put(backend, big=bytes(1_500_000))
+
+    def test_reclaim_waits_for_the_lock(self, backend, place):
+        assert not backend.reclaim(1.0)  # nothing stored
+        self.put(backend, A=b"1")
+        reader = open_backend(place, "r")
+        with pytest.raises(InvalidArgument, match="mode='r'"):
+            reader.reclaim(1.0)
+        reader.close()
+        with backend.write(1.0), pytest.raises(Locked):
+            backend.reclaim(0.01)
+
+    def test_snapshots_expire(self, place):
+        backend = open_backend(place, "a", snapshot_seconds=0.1)
+        self.put(backend, a=b"1", b=b"2")
+        with backend.read() as snapshot:
+            view = snapshot.get(b"a")
+            walk = snapshot.scan(b"")
+            next(walk)
+            time.sleep(0.15)
+            for use in (
+                lambda: snapshot.get(b"a"),
+                lambda: next(walk),
+                lambda: list(snapshot.scan(b"")),
+                lambda: snapshot.at_or_after(b"a"),
+                lambda: snapshot.before(b"b"),
+            ):
+                with pytest.raises(Closed, match=r"older than 0.1 s.*begin again"):
+                    use()
+            assert view == b"1"  # until it ends
+            snapshot.release(view)
+        with backend.write(1.0) as txn:
+            time.sleep(0.15)
+            assert txn.get(b"a") == b"1"
+            assert [key for key, _ in txn.scan(b"")] == [b"a", b"b"]
+        assert self.get(backend, "a") == b"1"
+        backend.close()
+        for seconds in (0, -1, "1", None, True, float("nan")):
+            with pytest.raises(InvalidArgument, match="snapshot_seconds"):
+                open_backend(place, "a", snapshot_seconds=seconds)
+        open_backend(place, "r", snapshot_seconds=float("inf")).close()
 
     def test_absent(self, place):
         with pytest.raises(NotFound):

@@ -54,7 +54,18 @@ class Locked(KvError):
 
 
 class Full(KvError):
-    """No room is left in the archive's map or on the disk; what was committed is unharmed."""
+    """No room is left in the archive's map or on the disk; what was committed is unharmed.
+
+    Attributes
+    ----------
+    is_limit
+        The archive's own limit is reached, so that deleting sessions makes room; else the disk,
+        the memory or the address space is full.
+    """
+
+    def __init__(self, message: str, *, is_limit: bool = False) -> None:
+        super().__init__(message)
+        self.is_limit = is_limit
 
 
 class Closed(KvError):

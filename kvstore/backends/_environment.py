@@ -8,76 +8,48 @@ a time-out and dies of SIGBUS when the file is shorter than it says. This module
 
 from __future__ import annotations
 
-import errno
 import os
 import threading
+import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, PROT_READ, mmap
 from typing import Any, Final
 
 import lmdb
-from kvcodecs.errors import (
-    Closed,
-    Corrupt,
-    Full,
-    InvalidArgument,
-    KvError,
-    Locked,
-    Truncated,
-    Unsupported,
-)
+from kvcodecs.errors import Closed, Corrupt, Full, InvalidArgument, KvError, Locked, Truncated
 
-from ._directory import (
-    DATA_FILE,
-    LOCK_FILE,
-    MAX_READERS,
-    NO_SPACE,
-    check_directory,
-    mark_begun,
-    reserve_lock_file,
-)
+from ..backend import BackendInfo, ReaderInfo
+from ._directory import DATA_FILE, check_directory
+from ._errors import translate
 from ._freelist import tail_is_free
+from ._heads import Head, read_head
+from ._opening import open_environment
 
-# A large map costs address space only; a process with a limit on that gets a smaller one.
-_MAP_LADDER: Final = (1 << 40, 1 << 36, 1 << 33, 1 << 30)
 _RESIZE_TIMEOUT: Final = 10.0
-# LMDB calls a write that the disk cut short an input/output error.
-_MAYBE_NO_SPACE: Final = (errno.EIO, "mdb_txn_commit")
-_NOT_ALLOWED: Final = frozenset((errno.EACCES, errno.EROFS, errno.EPERM))
-
-
-def translate(error: lmdb.Error, where: str) -> KvError:
-    """Return the error of ours that says what `error` means for the caller."""
-    code = getattr(error, "code", None)
-    if isinstance(error, lmdb.MapFullError):
-        return Full(f"{where}: the map is used up; reopen with a larger map_size")
-    if isinstance(error, lmdb.DiskError) or code in NO_SPACE:
-        return Full(f"{where}: no space on the disk ({error}); what was committed is unharmed")
-    if (code, getattr(error, "what", "")) == _MAYBE_NO_SPACE:
-        return Full(
-            f"{where}: no space on the disk, or it fails ({error}); what was committed is unharmed"
-        )
-    if isinstance(error, lmdb.MemoryError):
-        return Full(f"{where}: not enough address space or memory ({error})")
-    if isinstance(error, lmdb.ReadersFullError):
-        return Locked(f"{where}: {MAX_READERS} readers have it open; close some")
-    if isinstance(error, lmdb.VersionMismatchError):
-        return Unsupported(f"{where}: written by another version of LMDB ({error})")
-    if isinstance(error, lmdb.PanicError):
-        return Closed(f"{where}: an earlier write failed half-way; close and reopen the archive")
-    if isinstance(error, lmdb.ReadonlyError) or code in _NOT_ALLOWED:
-        return InvalidArgument(f"{where}: cannot be written ({error}); open it with mode='r'")
-    return Corrupt(f"{where}: LMDB: {error}")
+# What an archive beyond its limit may grow by, since removing changes pages too.
+_ROOM_TO_REMOVE: Final = 1 << 16
 
 
 class Environment:
     """A shared `lmdb.Environment`; made by `acquire`, given back by `release`."""
 
-    def __init__(self, env: Any, path: str, identity: tuple[int, int], writable: bool) -> None:
+    def __init__(
+        self, env: Any, path: str, identity: tuple[int, int], writable: bool, map_size: int | None
+    ) -> None:
         self.env, self.path, self.writable = env, path, writable
         self.identity = identity
         self.refs = 1
         self.writer_lock = threading.Lock()
         self.waiter: threading.Thread | None = None
+        #: Transaction id and start of each snapshot that is open here.
+        self.snapshots: dict[int, tuple[int, float]] = {}
+        self.limit: int | None = None
+        self.main = env.open_db(None)
+        self.page_bytes = int(env.stat()["psize"])
+        #: The last transaction of `Backend.reclaim`.
+        self.reclaimed = -1
         self._pid = os.getpid()
         # Reentrant: the garbage collector may end an abandoned transaction, or give an archive
         # back, in the middle of `enter` or `leave` of the same thread.
@@ -85,8 +57,9 @@ class Environment:
         self._n_active = 0
         self._closed = False
         self._short_but_sound = (0, 0)
-        self._page_bytes = int(env.stat()["psize"])
-        # Ours alone, for its length; LMDB's locks are on the other file.
+        # What the map would be without a limit, and whether a caller wanted it no larger.
+        self._map_size, self._is_wish = self._mapped(), map_size is not None
+        # Ours alone, for its length and heads; LMDB's locks are on the other file.
         self._data_fd = os.open(os.path.join(path, DATA_FILE), os.O_RDONLY | os.O_CLOEXEC)
 
     def enter(self) -> None:
@@ -130,43 +103,154 @@ class Environment:
             _given_back.append((self, 0))
             _settle()
 
-    def adopt_size(self, map_size: int = 0) -> None:
-        """Remap to `map_size` bytes, or with 0 to what another process has grown the file to.
+    def adopt_size(self) -> None:
+        """Map again, after another process has grown the file beyond the map of this one.
 
         Raises
         ------
         Locked
             Transactions of this process did not end in time.
         """
+        with self._idle("another process has grown the archive"):
+            head = self.head()
+            size = self._wanted()
+            if self.limit is None and _can_map(max(1, head.map_size - self._mapped())):
+                size = max(size, head.map_size)  # what others have mapped
+            self._map(max(size, (head.last_page + 1) * self.page_bytes))
+            if self.limit is None:
+                self._map_size = self._mapped()
+
+    def grow_map(self, map_size: int) -> None:
+        """Map at least so many bytes, for a caller who opens again with a larger `map_size`."""
+        if map_size > self._map_size:
+            with self._idle("a larger map_size is wanted"):
+                self._map_size = map_size
+                self._map(self._wanted())
+
+    def set_limit(self, n_bytes: int | None) -> None:
+        """See `Backend.set_limit`."""
+        if n_bytes is not None:
+            # The two heads are there always, and LMDB takes 0 for something else.
+            n_bytes = max(n_bytes // self.page_bytes, 2) * self.page_bytes
+        with self._gate:
+            if n_bytes == self.limit:
+                return
+        with self._idle("its limit is being changed"):
+            before, self.limit = self.limit, n_bytes
+            try:
+                self._map(self._wanted())
+            except BaseException:
+                self.limit = before
+                raise
+
+    @property
+    def effective_limit(self) -> int | None:
+        """The limit, unless the map is smaller for other reasons; for messages."""
+        return self.limit if self.limit is not None and self._mapped() >= self.limit else None
+
+    def _wanted(self) -> int:
+        if self.limit is None or (self._is_wish and self._map_size < self.limit):
+            return self._map_size
+        n_bytes = (self.head().last_page + 1) * self.page_bytes
+        if n_bytes > self.limit:
+            return n_bytes + max(n_bytes >> 7, _ROOM_TO_REMOVE)
+        # A limit beyond what the process can map is none.
+        fits = self.limit <= self._map_size or _can_map(self.limit - self._mapped())
+        return self.limit if fits else self._map_size
+
+    @contextmanager
+    def _idle(self, why: str) -> Iterator[None]:
+        """Hold off new transactions; waits until there are none."""
+        self.check_process()
         with self._gate:
             if not self._gate.wait_for(lambda: self._n_active == 0, timeout=_RESIZE_TIMEOUT):
                 raise Locked(
-                    f"{self.path}: another process has grown the archive, and reads of this one "
-                    f"did not end within {_RESIZE_TIMEOUT:.0f} s; try again"
+                    f"{self.path}: {why}, and transactions of this process did not end within "
+                    f"{_RESIZE_TIMEOUT:.0f} s; try again"
                 )
-            try:
-                self.env.set_mapsize(map_size)
-            except lmdb.Error as error:
-                raise translate(error, self.path) from error
+            if self._closed:
+                raise Closed(f"{self.path}: the archive is closed")
+            yield
 
-    def sizes(self) -> tuple[int, int, int]:
-        """Return bytes of the file, bytes in pages not in use, and number of entries."""
+    def _map(self, size: int) -> None:
+        # LMDB unmaps first: a map that does not fit would leave it with none.
+        if size > self._mapped() and not _can_map(size - self._mapped()):
+            raise Full(f"{self.path}: not enough address space to map {size} bytes")
+        try:
+            self.env.set_mapsize(size)  # never less than the pages in use
+        except lmdb.Error as error:
+            self._end()
+            raise translate(error, self.path) from error
+
+    def _mapped(self) -> int:
+        return int(self.env.info()["map_size"])
+
+    def head(self) -> Head:
+        """Return the last commit's head; call it between `enter` and `leave`."""
+        head = read_head(self._data_fd, self.page_bytes)
+        if head is None:
+            raise Corrupt(f"{self.path}: {DATA_FILE} has no sound head page; restore a copy")
+        return head
+
+    def info(self) -> BackendInfo:
+        """See `Backend.info`."""
         self.enter()
         try:
-            stat, info = self.env.stat(), self.env.info()
-            n_used = stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"] + 2
-            n_free = max(0, info["last_pgno"] + 1 - n_used)
-            n_bytes = os.fstat(self._data_fd).st_size
-            return n_bytes, n_free * self._page_bytes, int(stat["entries"])
+            head, n_bytes = self.head(), os.fstat(self._data_fd).st_size
         finally:
             self.leave()
+        n_free = max(0, head.last_page + 1 - head.n_used)
+        return BackendInfo(
+            kind="lmdb",
+            file_bytes=n_bytes,
+            free_bytes=n_free * self.page_bytes,
+            used_bytes=head.n_used * self.page_bytes,
+            n_entries=head.main.n_entries,
+        )
+
+    def readers(self) -> list[ReaderInfo]:
+        """See `Backend.readers`."""
+        found, last = self._reader_table()
+        began, now, me = sorted(self.snapshots.copy().values()), time.monotonic(), os.getpid()
+        readers = []
+        for pid, txn_id in found:
+            age: float | None = None
+            mine = next((entry for entry in began if entry[0] == txn_id), None)
+            if pid == me and mine is not None:
+                began.remove(mine)
+                age = now - mine[1]
+            readers.append(ReaderInfo(pid, max(0, last - txn_id), age))
+        return sorted(readers, key=lambda reader: (-reader.n_behind, -(reader.age_seconds or 0.0)))
+
+    def has_reader_before(self, txn_id: int) -> bool:
+        """Whether any process has a snapshot open that is older than a transaction."""
+        return any(found < txn_id for _, found in self._reader_table()[0])
+
+    def _reader_table(self) -> tuple[list[tuple[int, int]], int]:
+        """Return process and transaction of each open snapshot, and the last transaction."""
+        self.enter()
+        try:
+            self.env.reader_check()  # frees the slots of readers that were killed
+            text = self.env.readers()
+            last = int(self.env.info()["last_txnid"])
+        except lmdb.Error as error:
+            raise translate(error, self.path) from error
+        finally:
+            self.leave()
+        # A line of process, thread and transaction for each slot; "-" between two snapshots.
+        slots = [line.split() for line in text.splitlines()]
+        return [
+            (int(slot[0]), int(slot[2]))
+            for slot in slots
+            if len(slot) == 3 and slot[0].isdigit() and slot[2].isdigit()
+        ], last
 
     def _check_length(self) -> None:
         n_bytes = os.fstat(self._data_fd).st_size
         # Even LMDB's own two head pages are only safe to touch when the file has them.
-        expected = 2 * self._page_bytes
+        expected = 2 * self.page_bytes
         if n_bytes >= expected:
-            expected = (int(self.env.info()["last_pgno"]) + 1) * self._page_bytes
+            expected = (int(self.env.info()["last_pgno"]) + 1) * self.page_bytes
             if n_bytes >= expected or self._is_sound(expected):
                 return
         raise Truncated(
@@ -180,7 +264,7 @@ class Environment:
             return True
         txn = self.env.begin()
         try:
-            sound = tail_is_free(self._data_fd, self._page_bytes, txn.id(), n_bytes)
+            sound = tail_is_free(self._data_fd, self.page_bytes, txn.id(), n_bytes)
         finally:
             txn.abort()
         if sound:
@@ -192,7 +276,10 @@ class Environment:
         with self._gate:
             if self.refs or self._n_active or self._closed:
                 return
-            self._closed = True
+            self._end()
+
+    def _end(self) -> None:
+        self._closed = True
         _registry.pop(self.identity, None)
         self.env.close()
         os.close(self._data_fd)
@@ -202,12 +289,21 @@ class Environment:
         # ending that here would take its slot from the parent. Then it must never be freed.
         self._gate = threading.Condition(threading.RLock())
         self.writer_lock, self.waiter = threading.Lock(), None
+        self.snapshots = {}
         self._closed = True
         if self._n_active == 0:
             self.env.close()
         else:
             keep_for_ever(self.env)
         os.close(self._data_fd)
+
+
+def _can_map(n_bytes: int) -> bool:
+    try:
+        mmap(-1, n_bytes, MAP_PRIVATE | MAP_ANONYMOUS, PROT_READ).close()
+    except (OSError, OverflowError, ValueError):
+        return False
+    return True
 
 
 def keep_for_ever(thing: object) -> None:
@@ -277,8 +373,8 @@ def acquire(path: str, *, create: bool, map_size: int | None, shown: str) -> Env
         release(found)
         raise InvalidArgument(f"{shown}: not writable here; open it with mode='r'")
     try:
-        if map_size is not None and map_size > found.env.info()["map_size"]:
-            found.adopt_size(map_size)
+        if map_size is not None:
+            found.grow_map(map_size)
     except KvError:
         release(found)
         raise
@@ -296,67 +392,12 @@ def _find_or_open(path: str, map_size: int | None, create: bool, shown: str) -> 
     found = _registry.get(_identity(data)) if os.path.exists(data) else None
     check_directory(path, create, shown, is_open=found is not None)
     if found is None:
-        found = _open(path, data, map_size, create, shown)
+        env, writable = open_environment(path, data, map_size, create, shown)
+        found = Environment(env, path, _identity(data), writable, map_size)
         _registry[found.identity] = found
     else:
         found.refs += 1
     return found
-
-
-def _open(path: str, data: str, map_size: int | None, create: bool, shown: str) -> Environment:
-    exists = os.path.exists(data)
-    n_bytes = os.stat(data).st_size if exists else 0
-    lock = os.path.join(path, LOCK_FILE)
-    writable = (not exists or os.access(data, os.W_OK)) and os.access(
-        lock if os.path.exists(lock) else path, os.W_OK
-    )
-    sizes = [size for size in _MAP_LADDER if size >= 2 * n_bytes] or [4 * n_bytes]
-    if map_size is not None:
-        sizes = [map_size]
-    # A reader takes a writable environment too: the process can have only this one, and may
-    # want to write later. Without the right to write, LMDB still wants its lock file; only
-    # where that cannot be had is it read without (no writer can be active there either).
-    attempts: list[dict[str, Any]] = [{}]
-    if not writable:
-        attempts = [{"readonly": True}, {"readonly": True, "lock": False}]
-    reserve_lock_file(path, shown)
-    error: lmdb.Error | None = None
-    for options in attempts:
-        for size in sizes:
-            try:
-                env = lmdb.open(
-                    os.fsencode(path),  # LMDB's own way to bytes refuses names that are not UTF-8
-                    map_size=size,
-                    create=create,
-                    mode=0o666,
-                    max_readers=MAX_READERS,
-                    max_spare_txns=0,  # a spare would share its reader slot with a forked child
-                    lib_version=0,  # the two formats exclude each other; never the default's
-                    **options,
-                )
-            except lmdb.MemoryError as failure:
-                error = failure
-                continue
-            except lmdb.Error as failure:
-                error = failure
-                break
-            if options.get("lock", True):
-                env.reader_check()  # frees the slots of readers that were killed
-            if create and writable:
-                mark_begun(path)
-            return Environment(env, path, _identity(data), writable)
-    if error is None:
-        raise Full(f"{shown}: no map size fits")
-    if "already open in this process" in str(error):
-        raise Closed(
-            f"{shown}: already open in this process: by the lmdb package itself, or the process "
-            "that this one was forked from was just using it; use a process started anew"
-        ) from error
-    if exists and not os.access(data, os.R_OK):
-        raise InvalidArgument(f"{shown}: no right to read {DATA_FILE}") from error
-    if isinstance(error, lmdb.InvalidError) and n_bytes < 8192:
-        raise Truncated(f"{shown}: {DATA_FILE} has only {n_bytes} bytes") from error
-    raise translate(error, shown) from error
 
 
 def _identity(data: str) -> tuple[int, int]:

@@ -13,12 +13,10 @@ import struct
 from collections.abc import Iterator
 from typing import Final
 
-_META: Final = struct.Struct("=16xIIQQ")  # page header, magic, version, address, map size
-_TREE: Final = struct.Struct("=IHHQQQQQ")  # pad, flags, depth, page and entry counts, root
-_LAST: Final = struct.Struct("=QQ")  # last page, transaction id
+from ._heads import HEAD_BYTES, parse_head
+
 _PAGE: Final = struct.Struct("=QHHHH")  # number, pad, flags, lower, upper
 _NODE: Final = struct.Struct("=HHHH")  # low, high, flags, key size
-_MAGIC: Final = 0xBEEFC0DE
 _NO_PAGE: Final = 2**64 - 1
 _BRANCH, _LEAF, _BIG = 1, 2, 1
 
@@ -71,11 +69,9 @@ def tail_is_free(fd: int, page_bytes: int, txn_id: int, n_bytes: int) -> bool:
 def _head(file: _File, page_bytes: int, txn_id: int) -> tuple[int, int]:
     """Return root of the free list and last page, as of a transaction."""
     for page in (0, 1):
-        data = file.read(page * page_bytes, 152)
-        magic, version, _, _ = _META.unpack_from(data)
-        last_page, found = _LAST.unpack_from(data, 136)
-        if (magic, version, found) == (_MAGIC, 1, txn_id):
-            return _TREE.unpack_from(data, 40)[7], last_page
+        head = parse_head(file.read(page * page_bytes, HEAD_BYTES))
+        if head is not None and head.txn_id == txn_id:
+            return head.free.root, head.last_page
     raise _Short
 
 

@@ -6,37 +6,56 @@ own, since LMDB waits for its write lock without a time-out. FORMAT.md section 5
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from typing import Any
 
 import lmdb
 from kvcodecs._core import release_pages
-from kvcodecs.errors import Closed, InvalidArgument, Locked
+from kvcodecs.errors import Closed, InvalidArgument, KvError, Locked
 
-from ..backend import BackendInfo, Mode, Value
+from ..backend import (
+    SNAPSHOT_SECONDS,
+    BackendInfo,
+    Mode,
+    ReaderInfo,
+    Value,
+    check_limit,
+    check_seconds,
+    expired,
+)
 from ..lease import FileLease, take_file_lease
-from ._environment import Environment, acquire, keep_for_ever, release, translate
+from ._environment import Environment, acquire, keep_for_ever, release
+from ._errors import translate
+from ._heads import Head
+
+_snapshot_numbers = count()
 
 
 class _Snapshot:
-    """Reads of one LMDB transaction; unusable once it has ended."""
+    """Reads of one LMDB transaction; unusable once it has ended, or is too old."""
 
-    def __init__(self, txn: Any, where: str) -> None:
+    def __init__(self, txn: Any, where: str, seconds: float) -> None:
         self._txn, self._where = txn, where
+        self._seconds, self._expires = seconds, time.monotonic() + seconds
 
     def get(self, key: bytes) -> memoryview | None:
+        if time.monotonic() > self._expires:
+            raise expired(self._where, self._seconds)
         try:
             value: memoryview | None = self._txn.get(key)
         except lmdb.Error as error:
-            raise translate(error, self._where) from error
+            raise self._translate(error) from error
         return value
 
     def scan(self, prefix: bytes) -> Iterator[tuple[bytes, memoryview]]:
+        self._check_age()
         try:
             with self._txn.cursor() as cursor:
                 if not cursor.set_range(prefix):
@@ -46,45 +65,93 @@ class _Snapshot:
                     if not name.startswith(prefix):
                         return
                     yield name, value
+                    self._check_age()
         except lmdb.Error as error:
-            raise translate(error, self._where) from error
+            raise self._translate(error) from error
 
     def at_or_after(self, key: bytes) -> bytes | None:
+        self._check_age()
         try:
             with self._txn.cursor() as cursor:
                 return bytes(cursor.key()) if cursor.set_range(key) else None
         except lmdb.Error as error:
-            raise translate(error, self._where) from error
+            raise self._translate(error) from error
 
     def before(self, key: bytes) -> bytes | None:
+        self._check_age()
         try:
             with self._txn.cursor() as cursor:
                 found = cursor.prev() if cursor.set_range(key) else cursor.last()
                 return bytes(cursor.key()) if found else None
         except lmdb.Error as error:
-            raise translate(error, self._where) from error
+            raise self._translate(error) from error
 
     def release(self, view: memoryview) -> None:
         release_pages(view)
 
+    def _check_age(self) -> None:
+        if time.monotonic() > self._expires:
+            raise expired(self._where, self._seconds)
+
+    def _translate(self, error: lmdb.Error) -> KvError:
+        return translate(error, self._where)
+
 
 class _Transaction(_Snapshot):
+    def __init__(self, txn: Any, where: str, environment: Environment) -> None:
+        super().__init__(txn, where, math.inf)
+        self._environment = environment
+        self._n_changes = self._n_put_pages = 0
+        #: The error that LMDB allows nothing after but to roll back.
+        self.failed: KvError | None = None
+
     def release(self, view: memoryview) -> None:
         """Nothing: the view may be of a changed page, which is nowhere else."""
 
     def put(self, key: bytes, value: Value) -> None:
+        self._n_changes += 1
+        self._n_put_pages += (len(value) >> 12) + 2  # at least what LMDB takes for a large value
         try:
             self._txn.put(key, value)
         except lmdb.BadValsizeError as error:
             raise InvalidArgument(f"{self._where}: key of {len(key)} bytes") from error
         except lmdb.Error as error:
-            raise translate(error, self._where) from error
+            raise self._translate(error) from error
 
     def delete(self, key: bytes) -> None:
+        self._n_changes += 1
         try:
             self._txn.delete(key)
         except lmdb.Error as error:
-            raise translate(error, self._where) from error
+            raise self._translate(error) from error
+
+    def used_bytes(self) -> int:
+        head = self._environment.head()  # nobody else commits meanwhile
+        n_pages = head.n_used
+        if self._n_changes:
+            try:
+                stat = self._txn.stat(self._environment.main)
+            except lmdb.Error as error:
+                raise self._translate(error) from error
+            n_main = stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"]
+            n_pages += n_main - head.main.n_pages + self._n_list_pages(head, stat["overflow_pages"])
+        return n_pages * self._environment.page_bytes
+
+    def _n_list_pages(self, head: Head, n_overflow: int) -> int:
+        """Return by how many pages the list of free pages grows at most.
+
+        Each page that this transaction frees takes 8 bytes there: those of large values that it
+        removed, and those of the tree that it changes, all on the way from the root to a leaf.
+        """
+        n_large = head.main.n_overflow + self._n_put_pages - n_overflow
+        n_tree = head.main.n_pages - head.main.n_overflow + self._n_changes
+        n_freed = n_large + min(2 * self._n_changes * (head.main.depth + 1), n_tree)
+        return -(-8 * n_freed // self._environment.page_bytes) + head.free.depth + 2
+
+    def _translate(self, error: lmdb.Error) -> KvError:
+        if self.failed is None:
+            self.failed = translate(error, self._where, self._environment.effective_limit)
+        return self.failed
 
 
 class _Writer(threading.Thread):
@@ -163,11 +230,21 @@ class LmdbBackend:
         ``"r"`` creates nothing but, where LMDB needs it, its lock file.
     map_size
         Upper limit of the file in bytes; None for 1 TiB or what the process can map.
+    snapshot_seconds
+        How long a snapshot may be read from.
     """
 
-    def __init__(self, path: str, mode: Mode, *, map_size: int | None = None) -> None:
+    def __init__(
+        self,
+        path: str,
+        mode: Mode,
+        *,
+        map_size: int | None = None,
+        snapshot_seconds: float = SNAPSHOT_SECONDS,
+    ) -> None:
         self._path, self._directory = path, os.path.abspath(path)
         self._read_only, self._closed = mode == "r", False
+        self._snapshot_seconds = check_seconds("snapshot_seconds", snapshot_seconds)
         self._environment = acquire(
             self._directory, create=mode == "a", map_size=map_size, shown=path
         )
@@ -180,15 +257,18 @@ class LmdbBackend:
 
     @contextmanager
     def read(self) -> Iterator[_Snapshot]:
+        environment, number = self._environment, next(_snapshot_numbers)
         txn = self._begin_read()
+        environment.snapshots[number] = txn.id(), time.monotonic()
         try:
-            yield _Snapshot(txn, self._path)
+            yield _Snapshot(txn, self._path, self._snapshot_seconds)
         finally:
-            if self._environment.is_forked:
+            if environment.is_forked:
                 keep_for_ever(txn)  # its end is the parent's to say
             else:
+                del environment.snapshots[number]
                 txn.abort()
-                self._environment.leave()
+                environment.leave()
 
     def _begin_read(self) -> Any:
         self._check_open()
@@ -217,15 +297,18 @@ class LmdbBackend:
             raise self._locked(timeout)
         try:
             writer, txn = self._begin_write(environment, deadline, timeout)
+            transaction = _Transaction(txn, self._path, environment)
             try:
-                yield _Transaction(txn, self._path)
+                yield transaction
+                if transaction.failed is not None:
+                    raise transaction.failed
             except BaseException:
                 writer.end(commit=False)
                 raise
             try:
                 writer.end(commit=True)
             except lmdb.Error as error:
-                raise translate(error, self._path) from error
+                raise translate(error, self._path, environment.effective_limit) from error
         finally:
             lock.release()
 
@@ -263,8 +346,32 @@ class LmdbBackend:
 
     def info(self) -> BackendInfo:
         self._check_open()
-        file_bytes, free_bytes, n_entries = self._environment.sizes()
-        return BackendInfo("lmdb", file_bytes, free_bytes, n_entries)
+        return self._environment.info()
+
+    @property
+    def limit(self) -> int | None:
+        return self._environment.limit
+
+    def set_limit(self, n_bytes: int | None) -> None:
+        self._check_open()
+        self._environment.set_limit(check_limit(n_bytes))
+
+    def readers(self) -> list[ReaderInfo]:
+        self._check_open()
+        return self._environment.readers()
+
+    def reclaim(self, timeout: float) -> bool:
+        environment = self._environment
+        with self.write(timeout) as txn:
+            # LMDB leaves out a commit that changes nothing. The first value, the archive record,
+            # is small, and is written again as it is.
+            last = environment.head().txn_id
+            key = txn.at_or_after(b"\0")
+            again = last != environment.reclaimed and key is not None
+            if again and key is not None:
+                txn.put(key, bytes(txn.get(key) or b""))
+        environment.reclaimed = last + again
+        return environment.has_reader_before(last + again)
 
     def close(self) -> None:
         self._closed = True

@@ -6,15 +6,27 @@ be closed and opened again; a nameless one belongs to the object that made it.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 
 from kvcodecs.errors import Closed, Full, InvalidArgument, Locked, NotFound
 
-from ..backend import MAX_KEY_BYTES, BackendInfo, Mode, Value
+from ..backend import (
+    MAX_KEY_BYTES,
+    SNAPSHOT_SECONDS,
+    BackendInfo,
+    Mode,
+    ReaderInfo,
+    Value,
+    check_limit,
+    check_seconds,
+    expired,
+)
 from ..forklock import ForkLock
 from ..lease import locked
 
@@ -22,8 +34,8 @@ from ..lease import locked
 class _Version:
     """One immutable committed state; keys are sorted when somebody first scans."""
 
-    def __init__(self, items: dict[bytes, bytes]) -> None:
-        self.items = items
+    def __init__(self, items: dict[bytes, bytes], number: int) -> None:
+        self.items, self.number = items, number
         self._keys: list[bytes] | None = None
 
     def keys(self) -> list[bytes]:
@@ -34,7 +46,10 @@ class _Version:
 
 class _Store:
     def __init__(self) -> None:
-        self.version = _Version({})
+        self.version = _Version({}, 0)
+        self.limit: int | None = None
+        #: Version and start of each snapshot that is open.
+        self.snapshots: dict[int, tuple[int, float]] = {}
         self.writer = threading.Lock()
         self.leases: set[int] = set()
         # Reentrant: the garbage collector may release a lease while another one is being taken.
@@ -51,31 +66,47 @@ def discard(name: str) -> None:
         _stores.pop(name, None)
 
 
+_snapshot_numbers = count()
+
+
 class _MemorySnapshot:
-    def __init__(self, version: _Version) -> None:
-        self._version = version
+    def __init__(self, version: _Version, where: str, seconds: float) -> None:
+        self._version, self._where = version, where
+        self._seconds, self._expires = seconds, time.monotonic() + seconds
 
     def get(self, key: bytes) -> memoryview | None:
+        self._check_age()
         value = self._version.items.get(key)
         return None if value is None else memoryview(value)
 
     def scan(self, prefix: bytes) -> Iterator[tuple[bytes, memoryview]]:
-        return _scan(self._version.keys(), self._version.items, prefix)
+        self._check_age()
+        for found in _scan(self._version.keys(), self._version.items, prefix):
+            yield found
+            self._check_age()
 
     def at_or_after(self, key: bytes) -> bytes | None:
+        self._check_age()
         return _at_or_after(self._version.keys(), key)
 
     def before(self, key: bytes) -> bytes | None:
+        self._check_age()
         return _before(self._version.keys(), key)
+
+    def _check_age(self) -> None:
+        if time.monotonic() > self._expires:
+            raise expired(self._where, self._seconds)
 
     def release(self, view: memoryview) -> None:
         """Nothing: the value is the only copy."""
 
 
 class _MemoryTransaction:
-    def __init__(self, version: _Version, where: str, limit: int | None) -> None:
+    def __init__(self, version: _Version, where: str, limit: int | None, what: str) -> None:
         self.items = dict(version.items)
-        self._where, self._limit = where, limit
+        self._where, self._limit, self._what = where, limit, what
+        #: The error after which nothing is committed, as in LMDB.
+        self.failed: Full | None = None
         self._n_bytes = _n_bytes(self.items)
 
     def get(self, key: bytes) -> memoryview | None:
@@ -97,16 +128,25 @@ class _MemoryTransaction:
     def put(self, key: bytes, value: Value) -> None:
         if not 1 <= len(key) <= MAX_KEY_BYTES:
             raise InvalidArgument(f"{self._where}: key of {len(key)} bytes")
-        self.delete(key)
-        self._n_bytes += len(key) + len(value)
-        if self._limit is not None and self._n_bytes > self._limit:
-            raise Full(f"{self._where}: map_size of {self._limit} bytes is used up")
+        if self.failed is not None:
+            raise self.failed
+        old = self.items.get(key)
+        n_bytes = self._n_bytes + len(key) + len(value)
+        n_bytes -= 0 if old is None else len(key) + len(old)
+        if self._limit is not None and n_bytes > max(self._limit, self._n_bytes):
+            text = f"{self._where}: {self._what} of {self._limit} bytes is reached"
+            self.failed = Full(text, is_limit=True)
+            raise self.failed
+        self._n_bytes = n_bytes
         self.items[key] = bytes(value)
 
     def delete(self, key: bytes) -> None:
         old = self.items.pop(key, None)
         if old is not None:
             self._n_bytes -= len(key) + len(old)
+
+    def used_bytes(self) -> int:
+        return self._n_bytes
 
 
 class _MemoryLease:
@@ -134,12 +174,22 @@ class MemoryBackend:
     mode
         ``"r"`` raises `NotFound` when there is no such store.
     map_size
-        Upper limit of keys and values in bytes.
+        Upper limit of keys and values in bytes, for writes through this object.
+    snapshot_seconds
+        How long a snapshot may be read from.
     """
 
-    def __init__(self, name: str, mode: Mode, *, map_size: int | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        mode: Mode,
+        *,
+        map_size: int | None = None,
+        snapshot_seconds: float = SNAPSHOT_SECONDS,
+    ) -> None:
         self._path = f"memory:{name}"
-        self._limit, self._closed, self._read_only = map_size, False, mode == "r"
+        self._map_size, self._closed, self._read_only = map_size, False, mode == "r"
+        self._snapshot_seconds = check_seconds("snapshot_seconds", snapshot_seconds)
         with _stores_lock:
             if mode == "r" and name not in _stores:
                 raise NotFound(f"{self._path}: no such archive in this process")
@@ -152,7 +202,12 @@ class MemoryBackend:
     @contextmanager
     def read(self) -> Iterator[_MemorySnapshot]:
         self._check_open()
-        yield _MemorySnapshot(self._store.version)
+        version, number = self._store.version, next(_snapshot_numbers)
+        self._store.snapshots[number] = version.number, time.monotonic()
+        try:
+            yield _MemorySnapshot(version, self._path, self._snapshot_seconds)
+        finally:
+            del self._store.snapshots[number]
 
     @contextmanager
     def write(self, timeout: float) -> Iterator[_MemoryTransaction]:
@@ -164,9 +219,13 @@ class MemoryBackend:
             waited = time.monotonic() - started
             raise Locked(f"{self._path}: another writer held the lock for {waited:.1f} s")
         try:
-            transaction = _MemoryTransaction(self._store.version, self._path, self._limit)
+            version = self._store.version
+            limit, what = self._cap()
+            transaction = _MemoryTransaction(version, self._path, limit, what)
             yield transaction
-            self._store.version = _Version(transaction.items)
+            if transaction.failed is not None:
+                raise transaction.failed
+            self._store.version = _Version(transaction.items, version.number + 1)
         finally:
             self._store.writer.release()
 
@@ -181,7 +240,36 @@ class MemoryBackend:
     def info(self) -> BackendInfo:
         self._check_open()
         items = self._store.version.items
-        return BackendInfo("memory", _n_bytes(items), 0, len(items))
+        n_bytes = _n_bytes(items)
+        return BackendInfo("memory", n_bytes, 0, n_bytes, len(items))
+
+    @property
+    def limit(self) -> int | None:
+        return self._store.limit
+
+    def set_limit(self, n_bytes: int | None) -> None:
+        self._check_open()
+        self._store.limit = check_limit(n_bytes)
+
+    def _cap(self) -> tuple[int | None, str]:
+        limit = self._store.limit
+        if limit is None or (self._map_size is not None and self._map_size < limit):
+            return self._map_size, "map_size"
+        return limit, "the limit"
+
+    def readers(self) -> list[ReaderInfo]:
+        self._check_open()
+        last, now = self._store.version.number, time.monotonic()
+        found = [
+            ReaderInfo(os.getpid(), last - number, now - began)
+            for number, began in self._store.snapshots.copy().values()
+        ]
+        return sorted(found, key=lambda reader: (-reader.n_behind, -(reader.age_seconds or 0.0)))
+
+    def reclaim(self, timeout: float) -> bool:
+        with self.write(timeout):
+            pass  # nothing waits to be freed; the same errors as elsewhere
+        return any(reader.n_behind for reader in self.readers())
 
     def close(self) -> None:
         self._closed = True
