@@ -8,24 +8,33 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace as replace_fields
 from typing import TYPE_CHECKING, Any
 
 from kvcodecs.codec import CodecConfig
-from kvcodecs.errors import InvalidArgument, KvError, NotFound
+from kvcodecs.errors import InvalidArgument, KvError, Unsupported
 from kvcodecs.kvr1 import KVR1
 from kvcodecs.spec import Kind, KState
 
 from . import keys
-from .backend import Backend, Lease, Mode, Snapshot, check_timeout, open_backend
-from .catalog import UNKNOWN_OWNER, Catalog, begin, delete_owned
+from .backend import Backend, Lease, Mode, Snapshot, Transaction, check_timeout, open_backend
+from .catalog import REPLACE_ADVICE, UNKNOWN_ID, Catalog, begin
 from .forklock import ForkLock
+from .garbage import collect_garbage, rebuild_index
 from .identity import Model, check_identity, check_metadata, check_model
 from .info import ArchiveInfo, SessionInfo
 from .layout import check_configs, check_fit_tokens, new_layout
+from .lineage import fork, roll_back, trim_front
+from .matching import Match, Promise, find_prefix, n_sealed
+from .prefix_upkeep import add_entries
 from .reader import Reader
-from .records import SessionRecord
+from .records import FORMAT_VERSION
+from .room import Room
 from .session import Session, source_of
-from .survey import Survey, collect_garbage, session_names, survey
+from .session_record import SessionRecord
+from .sharing import put_record
+from .survey import Survey, session_names, survey
+from .token_ids import Ids, check_ids
 from .writer import SessionWriter
 
 if TYPE_CHECKING:
@@ -79,10 +88,14 @@ class Archive:
     def __init__(self, backend: Backend, mode: Mode, *, lock_timeout: float = 10.0) -> None:
         self._backend, self._mode, self._timeout = backend, mode, lock_timeout
         self._catalog = Catalog(backend.path)
+        self._room = Room(backend, lock_timeout)
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         self._lock = ForkLock()
         try:
             self._about = begin(backend, mode, lock_timeout)
+            if mode == "a" and int(self._about["format"]) < FORMAT_VERSION:
+                rebuild_index(self)
+                self._about = begin(backend, mode, lock_timeout)
         except BaseException:
             backend.close()
             raise
@@ -105,6 +118,7 @@ class Archive:
         fit_tokens: int = 128,
         stats_from: str | Session | None = None,
         metadata: Mapping[str, Any] | None = None,
+        replace: bool = False,
     ) -> Session:
         """Create a session without tokens, durable at once, and become its appender.
 
@@ -128,6 +142,8 @@ class Archive:
             model in this archive; for short sessions.
         metadata
             A JSON object to keep with the session.
+        replace
+            Replace a session that has the name, in the same transaction.
 
         Raises
         ------
@@ -145,12 +161,13 @@ class Archive:
         headers: dict[bytes, bytes] = {}
         owner = self.new_owner()
         if stats_from is not None:
-            other, other_owner = source_of(stats_from)
+            other, other_id = source_of(stats_from)
             with self._read() as snapshot:
                 codec, headers = self._catalog.headers(
-                    snapshot, other, model, codec, owner, other_owner
+                    snapshot, other, model, codec, owner, other_id
                 )
         record = SessionRecord(
+            id=owner,
             owner=owner,
             model=model.digest,
             n_tokens=0,
@@ -162,9 +179,9 @@ class Archive:
         )
         lease = self._backend.lease(owner, name)
         try:
-            self._publish(name, record, model, headers)
+            self._publish(name, record, model, headers, replace=replace)
             session = self._make_session(name, model, owner)
-            session._writer = self._writer(name, session._reader, lease)
+            session._writer = self._writer(name, owner, session._reader, lease)
         except BaseException:
             lease.release()
             raise
@@ -192,7 +209,7 @@ class Archive:
             model = self._catalog.model(snapshot, record.model)
         if expect is not None:
             check_identity(model, expect, f"{self.path}: session {name!r}")
-        return self._make_session(name, model, record.owner)
+        return self._make_session(name, model, record.id)
 
     def __contains__(self, name: str) -> bool:
         with self._read() as snapshot:
@@ -222,10 +239,57 @@ class Archive:
         with self._read() as snapshot:
             return survey(self, snapshot)
 
-    def delete_session(self, name: str) -> None:
-        """Delete a session and all that belongs to it; its space is used again.
+    def match_prefix(self, token_ids: object, model: Model, salt: str | None = None) -> Match:
+        """Find the session that shares most with a prompt from its first token on.
 
-        Of a session whose record is damaged only the record is removed, since nothing else says
+        Parameters
+        ----------
+        token_ids : (n,) integers
+            The prompt.
+        model
+            Whose KV it must be: every field has to be equal, an empty one matches only an empty
+            one.
+        salt
+            Of the tenant; None means that of `model`. Sessions under another salt never match.
+
+        Returns
+        -------
+        match : Match
+            False if no session shares a token. Sessions without token ids, and trimmed ones,
+            never match; of those that hold ranges taken from elsewhere, only what comes before.
+
+        Raises
+        ------
+        InvalidArgument
+            Not ids or not a model.
+
+        Notes
+        -----
+        Costs a hash per 64 tokens of the prompt and a few look-ups, however large the archive. The
+        stored token ids have the last word: a collision of hashes is a miss.
+        """
+        check_model(model)
+        ids = check_ids(token_ids)
+        if salt is not None:
+            model = replace_fields(model, salt=salt)
+        if int(self._about["format"]) < FORMAT_VERSION:
+            raise Unsupported(
+                f"{self.path}: written before there was an index; open it with "
+                "mode='a' once, or run kvstore reindex"
+            )
+        with self._read() as snapshot:
+            found = find_prefix(snapshot, self._catalog, ids, model)
+        if found is None:
+            return Match(None, 0, 0)
+        promise = Promise(ids[: found.n_tokens].copy(), found.record)
+        session = self._make_session(found.name, model, found.record.id, promise)
+        self._note_use(found.record.id)
+        return Match(session, found.n_tokens, n_sealed(found.record, found.n_tokens))
+
+    def delete_session(self, name: str) -> None:
+        """Delete a session and what it alone needs; forks of it stay whole.
+
+        Of a session whose record is damaged only the record is removed where nothing else says
         what it owned: `gc` removes its frames once all other records can be read.
 
         Raises
@@ -237,31 +301,31 @@ class Archive:
             `Session.commit`. Nothing has changed then: sessions of this object are closed only
             once it is deleted.
         """
-        with self._taken(name) as owner, self._backend.write(self._timeout) as transaction:
-            if self._catalog.owner(transaction, name) != owner:
-                raise NotFound(f"{self.path}: session {name!r} was replaced meanwhile")
-            transaction.delete(keys.session_key(name))
-            delete_owned(transaction, owner)
-        self._catalog.forget(name)
+        with self._taken(name) as session:
+            self._room.write(lambda transaction: self._catalog.delete(transaction, name, session))
+
+    def rename_session(self, name: str, new_name: str, *, replace: bool = False) -> None:
+        """Give a session another name. See `Session.rename`."""
+        self.session(name).rename(new_name, replace=replace)
 
     @contextmanager
     def _taken(self, name: str) -> Iterator[int]:
         """Hold the lease of a session that goes; then closes the sessions of this object."""
         with self._read() as snapshot:
-            owner = self._catalog.owner(snapshot, name)
+            session = self._catalog.id(snapshot, name)
         own = [s for s in self._open_sessions() if s.name == name]
-        if owner != UNKNOWN_OWNER:
-            own = [s for s in own if s._reader.owner == owner]
+        if session != UNKNOWN_ID:
+            own = [s for s in own if s._id == session]
         with ExitStack() as stack:
             # Until the end: a commit must not come in between. Always in the same order.
-            for session in sorted(own, key=id):
-                stack.enter_context(session._lock)
-            # Nobody can hold the lease of an owner that is not known: none is in the record.
-            if owner != UNKNOWN_OWNER and all(session._writer is None for session in own):
-                stack.callback(self._backend.lease(owner, name).release)
-            yield owner
-            for session in own:
-                session.close()
+            for opened in sorted(own, key=id):
+                stack.enter_context(opened._lock)
+            # Nobody can hold the lease of a session whose id is not known: none is in the record.
+            if session != UNKNOWN_ID and all(opened._writer is None for opened in own):
+                stack.callback(self._backend.lease(session, name).release)
+            yield session
+            for opened in own:
+                opened.close()
 
     def ingest(
         self,
@@ -318,6 +382,25 @@ class Archive:
         """
         return collect_garbage(self)
 
+    def reindex(self) -> tuple[int, list[KvError]]:
+        """Make the prefix index and the lists of users anew, in one transaction.
+
+        Needed only where `verify` says so.
+
+        Returns
+        -------
+        n_entries
+            Entries of the index.
+        errors
+            What cannot be indexed, since its token ids are damaged.
+
+        Raises
+        ------
+        Locked, Full
+            See `Session.commit`.
+        """
+        return rebuild_index(self)
+
     def verify(
         self, *, decode: bool = False, progress: Callable[[int, int], None] | None = None
     ) -> Report:
@@ -364,33 +447,136 @@ class Archive:
     def _read(self) -> AbstractContextManager[Snapshot]:
         return self._backend.read()
 
-    def _make_session(self, name: str, model: Model, owner: int) -> Session:
-        session = Session(self, name, model, owner)
+    def _note_use(self, session: int) -> None:
+        """Note that a session was used, for eviction: advisory, never fails."""
+
+    def _make_session(
+        self, name: str, model: Model, session: int, promise: Promise | None = None
+    ) -> Session:
+        made = Session(self, name, model, session, promise)
         with self._lock:
-            self._sessions.add(session)
-        return session
+            self._sessions.add(made)
+        return made
 
     def _open_sessions(self) -> list[Session]:
         with self._lock:
             return list(self._sessions)
 
-    def _appender(self, name: str, reader: Reader) -> SessionWriter:
+    def _appender(self, name: str, session: int, reader: Reader) -> SessionWriter:
         """Take a session's lease and return its appender."""
         if self._mode == "r":
             raise InvalidArgument(f"{self.path}: opened with mode='r'; use mode='a' to append")
-        lease = self._backend.lease(reader.owner, name)
+        lease = self._backend.lease(session, name)
         try:
-            return self._writer(name, reader, lease)
+            return self._writer(name, session, reader, lease)
         except BaseException:
             lease.release()
             raise
 
-    def _writer(self, name: str, reader: Reader, lease: Lease) -> SessionWriter:
+    def _writer(self, name: str, session: int, reader: Reader, lease: Lease) -> SessionWriter:
         with self._read() as snapshot:
-            record = self._catalog.record(snapshot, name, reader.owner)
-            return SessionWriter(
-                self._backend, name, record, reader, snapshot, lease, self._timeout
+            record = self._catalog.record(snapshot, name, session)
+            return SessionWriter(self._room, self._catalog, name, record, reader, snapshot, lease)
+
+    def _truncated(
+        self, name: str, writer: SessionWriter, reader: Reader, n_tokens: int
+    ) -> SessionWriter:
+        """Roll a session back and return an appender that goes on from there."""
+        owner, where = self.new_owner(), reader.where
+
+        def work(transaction: Transaction) -> None:
+            record = writer.stored(transaction)
+            if n_tokens < record.n_tokens:
+                roll_back(transaction, self._catalog, name, record, n_tokens, owner, where)
+
+        self._room.write(work)
+        return self._writer(name, writer.record.id, reader, writer.lease)
+
+    def _fork(
+        self,
+        parent: str,
+        parent_id: int,
+        name: str,
+        at: int | None,
+        metadata: Mapping[str, Any] | None,
+        replace: bool,
+    ) -> Session:
+        keys.check_name(name)
+        checked = None if metadata is None else check_metadata(metadata)
+        session = self.new_owner()
+        where = f"{self.path}: session {parent!r}"
+
+        def work(transaction: Transaction) -> None:
+            record = self._catalog.record(transaction, parent, parent_id)
+            fork(
+                transaction,
+                self._catalog,
+                record,
+                name,
+                at,
+                session,
+                record.metadata if checked is None else checked,
+                replaces,
+                where,
             )
+
+        with self._replaced(name, replace) as replaces:
+            self._room.write(work)
+        return self.session(name)
+
+    def _trim(self, name: str, session: int, first: int) -> None:
+        where = f"{self.path}: session {name!r}"
+
+        def work(transaction: Transaction) -> None:
+            record = self._catalog.record(transaction, name, session)
+            trim_front(transaction, self._catalog, name, record, first, where)
+
+        self._room.write(work)
+
+    def _rename(self, session: Session, new_name: str, replace: bool) -> None:
+        keys.check_name(new_name)
+        old_name = session.name
+        if new_name == old_name:
+            return
+
+        def work(transaction: Transaction) -> None:
+            record = self._catalog.record(transaction, old_name, session._id)
+            if replaces is not None:
+                self._catalog.delete(transaction, new_name, replaces)
+            elif transaction.get(keys.session_key(new_name)) is not None:
+                raise InvalidArgument(
+                    f"{self.path}: session {new_name!r} exists already; {REPLACE_ADVICE}"
+                )
+            put_record(transaction, self._catalog, new_name, record, record, old_name=old_name)
+
+        own = [s for s in self._open_sessions() if s._id == session._id]
+        with ExitStack() as stack:
+            for opened in sorted(own, key=id):
+                stack.enter_context(opened._lock)
+            if all(opened._writer is None for opened in own):
+                stack.callback(self._backend.lease(session._id, old_name).release)
+            replaces = stack.enter_context(self._replaced(new_name, replace))
+            self._room.write(work)
+            for opened in own:
+                opened._renamed(new_name)
+
+    def _change(self, name: str, session: int, **changes: Any) -> None:
+        """Change fields of a session's record that nothing else depends on."""
+
+        def work(transaction: Transaction) -> None:
+            record = self._catalog.record(transaction, name, session)
+            put_record(transaction, self._catalog, name, record, replace_fields(record, **changes))
+
+        self._room.write(work)
+
+    @contextmanager
+    def _replaced(self, name: str, replace: bool) -> Iterator[int | None]:
+        """Hold the lease of the session that a new one replaces; yields its id, or None."""
+        if replace and name in self:
+            with self._taken(name) as session:
+                yield session
+        else:
+            yield None
 
     def _publish(
         self,
@@ -398,7 +584,16 @@ class Archive:
         record: SessionRecord,
         model: Model,
         values: Mapping[bytes, bytes],
-        replaces: int | None = None,
+        token_ids: Ids | None = None,
+        *,
+        replace: bool = False,
     ) -> None:
-        with self._backend.write(self._timeout) as transaction:
+        """Store a new session; `token_ids` are those of all its tokens."""
+
+        def work(transaction: Transaction) -> None:
             self._catalog.publish(transaction, name, record, model, values, replaces)
+            if token_ids is not None:
+                add_entries(transaction, record, model, token_ids)
+
+        with self._replaced(name, replace) as replaces:
+            self._room.write(work)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from kvcodecs.codec import CodecConfig
-from kvcodecs.errors import Corrupt, InvalidArgument, NotFound, Truncated, Unsupported
+from kvcodecs.errors import Corrupt, InvalidArgument, KvError, NotFound, Truncated, Unsupported
 from kvcodecs.spec import Kind
 
 from . import keys
@@ -15,21 +15,25 @@ from .backend import Backend, Mode, Snapshot, Transaction
 from .identity import Model, check_identity
 from .layout import check_configs
 from .records import (
-    SessionRecord,
     check_archive,
-    check_record,
-    load_session,
-    model_of,
-    owner_of,
     pack_archive,
     pack_identity,
     unpack_identity,
+)
+from .session_record import (
+    SessionRecord,
+    check_record,
+    id_of,
+    load_session,
+    model_of,
     unpack_session,
 )
+from .sharing import delete_record, delete_unreadable, put_record
+from .spans import header_of
 from .survey import session_names
 
-#: Stands for the owner that a damaged record does not tell; no session has it.
-UNKNOWN_OWNER: Final = 0
+#: Stands for the id that a damaged record does not tell; no session has it.
+UNKNOWN_ID: Final = 0
 #: What to do about a name that is taken; the command line has other advice.
 TAKEN_ADVICE: Final = "open it with archive.session(...), or delete_session(...) it first"
 REPLACE_ADVICE: Final = "replace=True replaces it"
@@ -57,24 +61,25 @@ class Catalog:
         self._models: dict[bytes, Model] = {}
         self._records: dict[str, tuple[bytes, SessionRecord]] = {}
 
-    def owner(self, snapshot: Snapshot, name: str) -> int:
-        """Return the id under which a session's frames are stored, whether or not they are read.
+    def id(self, snapshot: Snapshot, name: str) -> int:
+        """Return the id of a session, whether or not its frames can be read.
 
-        `UNKNOWN_OWNER` if the record is damaged and does not say.
+        `UNKNOWN_ID` if the record is damaged and does not say.
         """
         where = f"{self.path}: session {name!r}"
         value = self._stored(snapshot, name, where)
         try:
-            return owner_of(load_session(value, name, where), where)
+            return id_of(load_session(value, name, where), where)
         except (Corrupt, Truncated, Unsupported):
-            return UNKNOWN_OWNER
+            return UNKNOWN_ID
 
     def record(
-        self, snapshot: Snapshot, name: str, owner: int | None = None, *, fresh: bool = False
+        self, snapshot: Snapshot, name: str, session: int | None = None, *, fresh: bool = False
     ) -> SessionRecord:
         """Return a session's record as of `snapshot`.
 
-        `owner` makes sure it is the same session, `fresh` that stored bytes are checked again.
+        `session`, an id, makes sure it is the same session, `fresh` that stored bytes are checked
+        again.
         """
         where = f"{self.path}: session {name!r}"
         data = bytes(self._stored(snapshot, name, where))
@@ -85,7 +90,7 @@ class Catalog:
             cached = (data, unpack_session(fields, model.streams(), where))
             self._records[name] = cached
         record = cached[1]
-        if owner is not None and record.owner != owner:
+        if session is not None and record.id != session:
             raise NotFound(f"{where}: deleted, and another one was created under its name")
         return record
 
@@ -120,17 +125,18 @@ class Catalog:
     ) -> tuple[Mapping[Kind, CodecConfig], dict[bytes, bytes]]:
         """Return the codecs and the stream headers of another session, under a new owner.
 
-        `source` is the owner that session must have.
+        `source` is the id that session must have.
         """
         where = f"{self.path}: stats_from session {name!r}"
         values: dict[bytes, bytes] = {}
         record = self.record(snapshot, name)
-        if source is not None and record.owner != source:
+        if source is not None and record.id != source:
             raise InvalidArgument(f"{where}: the given session is not the one in this archive")
         check_identity(self.model(snapshot, record.model), model, where)
         configs = record.codecs if codec is None else check_configs(codec)
-        for (layer, kind), state in record.streams.items():
-            if not state.has_header:
+        for layer, kind in record.streams:
+            header_owner = header_of(record, (layer, kind))
+            if header_owner is None:
                 raise InvalidArgument(
                     f"{where}: layer {layer} {kind} has no stream header yet; it needs "
                     f"{record.fit_tokens} committed tokens"
@@ -141,7 +147,7 @@ class Catalog:
                     f"{where}: {kind} is coded with {record.codecs[kind]}, not {configs[kind]}; "
                     "leave codec out"
                 )
-            value = snapshot.get(keys.stream_key(keys.HEADER, record.owner, layer, kind))
+            value = snapshot.get(keys.stream_key(keys.HEADER, header_owner, layer, kind))
             if value is None:
                 raise Corrupt(f"{where}: layer {layer} {kind} header missing")
             values[keys.stream_key(keys.HEADER, owner, layer, kind)] = bytes(value)
@@ -163,8 +169,8 @@ class Catalog:
         values
             What else to store with them.
         replaces
-            Owner of the session of this name that goes in the same transaction; may be
-            `UNKNOWN_OWNER`.
+            Id of the session of this name that goes in the same transaction; may be
+            `UNKNOWN_ID`.
 
         Raises
         ------
@@ -173,18 +179,32 @@ class Catalog:
         NotFound
             Another session has the name than the one to replace.
         """
-        key = keys.session_key(name)
-        value = check_record(record, name, model, f"{self.path}: session {name!r}")
+        check_record(record, name, model, f"{self.path}: session {name!r}")
         if replaces is not None:
-            if self.owner(transaction, name) != replaces:
-                raise NotFound(f"{self.path}: session {name!r} was replaced meanwhile")
-            delete_owned(transaction, replaces)
-        elif transaction.get(key) is not None:
+            self.delete(transaction, name, replaces)
+        elif transaction.get(keys.session_key(name)) is not None:
             raise InvalidArgument(f"{self.path}: session {name!r} exists already; {TAKEN_ADVICE}")
         self._publish_model(transaction, record.model, model)
         for other, content in values.items():
             transaction.put(other, content)
-        transaction.put(key, value)
+        put_record(transaction, self, name, None, record)
+
+    def delete(self, transaction: Transaction, name: str, session: int) -> None:
+        """Delete a session, by name and id, and what it alone needed.
+
+        Of one whose record cannot be read what it owned goes as far as the list of users tells,
+        the rest is for `gc`.
+        """
+        if self.id(transaction, name) != session:
+            raise NotFound(f"{self.path}: session {name!r} was replaced meanwhile")
+        try:
+            record = self.record(transaction, name, fresh=True)
+        except KvError:
+            transaction.delete(keys.session_key(name))
+            self.forget(name)
+            delete_unreadable(transaction, self, session)
+        else:
+            delete_record(transaction, self, name, record)
 
     def _publish_model(self, transaction: Transaction, digest: bytes, model: Model) -> None:
         """Store a model that is not there, or there and damaged: its digest says what it was."""
@@ -223,23 +243,9 @@ def begin(backend: Backend, mode: Mode, timeout: float) -> dict[str, Any]:
         raise NotFound(f"{backend.path}: empty; open it with mode='a' to begin an archive")
     with backend.write(timeout) as transaction:
         if transaction.get(keys.ARCHIVE) is None:
-            transaction.put(keys.ARCHIVE, pack_archive(_writer_name(), int(time.time())))
+            about = {"writer": _writer_name(), "created": int(time.time())}
+            transaction.put(keys.ARCHIVE, pack_archive(about))
     return begin(backend, mode, timeout)
-
-
-def delete_owned(transaction: Transaction, owner: int) -> int:
-    """Delete everything stored under an owner, if it is known; return the bytes of the values."""
-    if owner == UNKNOWN_OWNER:
-        return 0
-    n_bytes = 0
-    for prefix in keys.OWNED:
-        found = [
-            (key, value.nbytes) for key, value in transaction.scan(keys.owner_prefix(prefix, owner))
-        ]
-        for key, size in found:
-            transaction.delete(key)
-            n_bytes += size
-    return n_bytes
 
 
 def _writer_name() -> str:

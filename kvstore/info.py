@@ -19,9 +19,14 @@ from . import keys
 from .backend import Passing, Snapshot
 from .identity import Model
 from .pieces import all_pieces
-from .reader import Reader
-from .records import SessionRecord
+from .prefix_keys import index_bytes
+from .prefix_upkeep import owned_ids
+from .reader import Reader, first_value, share_of_error
+from .session_record import SessionRecord
+from .sharing import user_keys
+from .spans import head_of, header_of, id_spans
 from .token_ids import CHUNK_TOKENS
+from .users import is_prefix
 
 _FP16_BITS = 16
 
@@ -40,6 +45,8 @@ class StreamInfo:
         The quantiser's step; None when lossless or while there is no stream header.
     frame_bytes, payload_bytes
         Frames with and without their headers.
+    shared_bytes
+        The part of `frame_bytes` that other sessions' appenders stored: of forks and ranges.
     header_bytes
         The stream header.
     error
@@ -59,6 +66,7 @@ class StreamInfo:
     block_tokens: int
     n_frames: int
     frame_bytes: int
+    shared_bytes: int
     payload_bytes: int
     header_bytes: int
     key_bytes: int
@@ -66,7 +74,7 @@ class StreamInfo:
 
     @property
     def n_values(self) -> int:
-        return (self.n_tokens - self.start_token) * self.heads * self.head_dim
+        return max(self.n_tokens - self.start_token, 0) * self.heads * self.head_dim
 
     @property
     def total_bytes(self) -> int:
@@ -86,21 +94,28 @@ class SessionInfo:
     ----------
     codecs
         Configuration of each kind, as JSON.
-    created
-        Unix time, seconds.
+    first_token
+        Tokens before it were trimmed.
+    pinned
+        Whether eviction leaves it alone.
+    created, updated
+        Unix time of creation and of the last commit, seconds.
     k_state
         ``"post"`` if any K was given after RoPE.
     record_bytes
-        Session record and token ids, with their keys.
+        Session record, token ids, and entries of the prefix index, with their keys.
     """
 
     name: str
     model: Model
     n_tokens: int
+    first_token: int
+    pinned: bool
     has_token_ids: bool
     k_state: str
     codecs: Mapping[Kind, Mapping[str, object]]
     created: int
+    updated: int
     metadata: Mapping[str, Any]
     record_bytes: int
     streams: tuple[StreamInfo, ...]
@@ -118,6 +133,11 @@ class SessionInfo:
         return sum(stream.frame_bytes for stream in self.streams)
 
     @property
+    def shared_bytes(self) -> int:
+        """Frames that other sessions may need as well; among `frame_bytes`."""
+        return sum(stream.shared_bytes for stream in self.streams)
+
+    @property
     def payload_bytes(self) -> int:
         return sum(stream.payload_bytes for stream in self.streams)
 
@@ -127,7 +147,7 @@ class SessionInfo:
 
     @property
     def total_bytes(self) -> int:
-        """Everything stored for this session alone."""
+        """Everything that this session reads; forks count the frames they share as well."""
         return self.record_bytes + sum(stream.total_bytes for stream in self.streams)
 
     @property
@@ -196,9 +216,12 @@ def session_info(
     )
     passing.release()
     n_bytes = _stored(snapshot, keys.session_key(name))
-    if record.has_ids:
-        for chunk in range(-(-record.n_tokens // CHUNK_TOKENS)):
-            size = _stored(snapshot, keys.tokens_key(record.owner, chunk))
+    n_bytes += sum(len(key) + len(name.encode()) for key in user_keys(record, reader.model))
+    if is_prefix(record, reader.model):
+        n_bytes += index_bytes(*owned_ids(record))
+    for owner, first, stop in id_spans(record, CHUNK_TOKENS):
+        for chunk in range(max(first, record.first // CHUNK_TOKENS), stop):
+            size = _stored(snapshot, keys.tokens_key(owner, chunk))
             if not size:
                 raise Corrupt(f"{reader.where} token ids chunk {chunk}: missing")
             n_bytes += size
@@ -206,10 +229,13 @@ def session_info(
         name=name,
         model=reader.model,
         n_tokens=record.n_tokens,
+        first_token=record.first,
+        pinned=record.pinned,
         has_token_ids=record.has_ids,
         k_state="post" if record.post else "pre",
         codecs={kind: config.to_json() for kind, config in record.codecs.items()},
         created=record.created,
+        updated=record.updated,
         metadata=record.metadata,
         record_bytes=n_bytes,
         streams=streams,
@@ -227,25 +253,29 @@ def _stream_info(
     spec = reader.model.stream(layer, kind)
     state = record.streams[layer, kind]
     codec, step, header_bytes, key_bytes = record.codecs[kind].codec, None, 0, 0
-    if state.has_header:
-        coding = reader.coding(snapshot, layer, kind)
+    raw_head = head_of(record, (layer, kind))
+    owner = header_of(record, (layer, kind))
+    if owner is not None:
+        coding = reader.coding(snapshot, owner, layer, kind)
         codec, step = coding.codec.name, coding.codec.step(coding.params)
-        key = keys.stream_key(keys.HEADER, record.owner, layer, kind)
+        key = keys.stream_key(keys.HEADER, owner, layer, kind)
         key_bytes += len(key)
         header_bytes = _stored(snapshot, key) - len(key)
-    n_frames = frame_bytes = 0
+    n_frames = frame_bytes = shared_bytes = 0
     error = ErrorStats.none()
-    for piece in all_pieces(record.owner, layer, kind, state, record.n_tokens):
-        value = snapshot.get(piece.key)
+    for piece in all_pieces(record, layer, kind):
+        value = first_value(snapshot, piece)
         where = f"{reader.where} {piece.name}"
         head = FrameHeader.unpack(value if value is not None else b"", where)
         if value is not None:
             passing.add(value)
-        if not (piece.raw and state.has_header):  # blocks hold the head's tokens as well
-            error = error.merge(head.error)
+        if not (piece.raw and owner is not None):  # blocks hold the head's tokens as well
+            error = error.merge(share_of_error(head, piece.n_tokens))
         n_frames += 1
-        key_bytes += len(piece.key)
+        key_bytes += len(piece.keys[0])
         frame_bytes += HEADER_BYTES + head.payload_bytes
+        if piece.owner != record.owner:
+            shared_bytes += HEADER_BYTES + head.payload_bytes
     return StreamInfo(
         layer=layer,
         kind=kind,
@@ -253,12 +283,13 @@ def _stream_info(
         head_dim=spec.head_dim,
         codec=codec,
         step=step,
-        start_token=state.start,
+        start_token=max(state.start, record.first),
         n_tokens=record.n_tokens,
-        n_head_tokens=state.n_head,
+        n_head_tokens=0 if raw_head is None else raw_head.n_tokens,
         block_tokens=state.block_tokens,
         n_frames=n_frames,
         frame_bytes=frame_bytes,
+        shared_bytes=shared_bytes,
         payload_bytes=frame_bytes - n_frames * HEADER_BYTES,
         header_bytes=header_bytes,
         key_bytes=key_bytes,

@@ -23,11 +23,13 @@ from kvcodecs.spec import F32, Kind, KState
 from kvcodecs.tensor import check_tensor
 
 from . import keys
-from .catalog import REPLACE_ADVICE, delete_owned
+from .backend import Transaction
+from .catalog import REPLACE_ADVICE
 from .identity import Model, check_metadata, check_model
 from .layout import check_fit_tokens, make_streams, new_layout
-from .records import SessionRecord, StreamName, check_record
 from .session import Session
+from .session_record import SessionRecord, StreamName, check_record
+from .sharing import free
 from .stream import Prepared, Put, StreamWriter
 from .token_ids import CHUNK_TOKENS, check_ids, pack_ids
 from .writer import SPILL_BYTES
@@ -106,8 +108,9 @@ def ingest(
                 f"{where} layer {layer} {kind}: {n} tokens, other layers have {n_tokens}"
             )
     ids = np.empty(0, np.int64) if token_ids is None else check_ids(token_ids, n_tokens)
-    owner = archive.new_owner()
+    owner, now = archive.new_owner(), int(time.time())
     record = SessionRecord(
+        id=owner,
         owner=owner,
         model=model.digest,
         n_tokens=n_tokens,
@@ -116,7 +119,8 @@ def ingest(
         streams=new_layout(model, block_tokens, has_header=False),
         has_ids=len(ids) > 0,
         post=k_state == "post" and any(model.stream(*s).rope for s in counts) and n_tokens > 0,
-        created=int(time.time()),
+        created=now,
+        updated=now,
         metadata=metadata,
     )
     # Hours of coding should not end with a record that cannot be published.
@@ -143,11 +147,7 @@ def ingest(
             packed = pack_ids(ids[at : at + CHUNK_TOKENS])
             sink.add([(keys.tokens_key(owner, chunk), packed)])
         record = replace(record, streams=states)
-        if replacing:
-            with archive._taken(name) as old_owner:
-                archive._publish(name, record, model, sink.take(), replaces=old_owner)
-        else:
-            archive._publish(name, record, model, sink.take())
+        archive._publish(name, record, model, sink.take(), ids, replace=replacing)
     except BaseException as error:
         _remove(archive, owner, error)
         raise
@@ -203,9 +203,12 @@ class _Sink:
         if self._n_bytes < _FLUSH_BYTES:
             return
         values = self.take()
-        with self._archive._backend.write(self._archive._timeout) as transaction:
+
+        def store(transaction: Transaction) -> None:
             for key, value in values.items():
                 transaction.put(key, value)
+
+        self._archive._room.write(store)
 
     def take(self) -> dict[bytes, bytes]:
         """Return what is not stored yet, in key order, and forget it."""
@@ -235,7 +238,6 @@ def _store(
 def _remove(archive: Archive, owner: int, cause: BaseException) -> None:
     """Remove what an ingest wrote; if that cannot be done now, say so in the cause."""
     try:
-        with archive._backend.write(archive._timeout) as transaction:
-            delete_owned(transaction, owner)
+        archive._room.write(lambda transaction: free(transaction, archive._catalog, [owner]))
     except KvError as error:
         cause.add_note(f"the frames written so far stay until Archive.gc(): {error}")

@@ -9,6 +9,8 @@ from typing import Final
 from kvcodecs.errors import Corrupt, InvalidArgument
 from kvcodecs.spec import Kind
 
+from . import prefix_keys
+
 ARCHIVE: Final = b"A"
 IDENTITY: Final = b"I"
 SESSION: Final = b"S"
@@ -17,6 +19,8 @@ FRAME: Final = b"F"
 TAIL: Final = b"T"
 HEAD: Final = b"R"
 TOKENS: Final = b"K"
+USER: Final = b"U"
+PREFIX: Final = prefix_keys.PREFIX
 
 DIGEST_BYTES: Final = 16
 MAX_NAME_BYTES: Final = 255
@@ -26,6 +30,9 @@ _STREAM: Final = struct.Struct(">cQIB")
 _BLOCK: Final = struct.Struct(">cQIBQ")
 _CHUNK: Final = struct.Struct(">cQQ")
 _OWNER: Final = struct.Struct(">cQ")
+_USER: Final = struct.Struct(">cQQQ")
+#: Stands for "as far as it goes" in the key of a user: the session that appends to the owner.
+FOR_EVER: Final = (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +46,8 @@ class Key:
     layer: int | None = None
     kind: Kind | None = None
     index: int | None = None
+    until: int | None = None
+    session: int | None = None
 
 
 def check_name(name: str) -> str:
@@ -94,6 +103,15 @@ def owner_prefix(prefix: bytes, owner: int) -> bytes:
     return _OWNER.pack(prefix, owner)
 
 
+def user_key(owner: int, until: int, session: int) -> bytes:
+    """Key that says which session uses the frames of an owner.
+
+    `until` is up to which token a prefix can be taken from that session: `FOR_EVER` for the one
+    that appends to the owner, 0 for one that no prefix can be taken from.
+    """
+    return _USER.pack(USER, owner, until, session)
+
+
 #: Prefixes of the keys that belong to an owner, in the order they are written.
 OWNED: Final = (HEADER, FRAME, TAIL, HEAD, TOKENS)
 
@@ -123,6 +141,12 @@ def parse(key: bytes) -> Key:
         if prefix == TOKENS:
             _, owner, index = _CHUNK.unpack(key)
             return Key(prefix, owner=owner, index=index)
+        if prefix == PREFIX:
+            _, _, owner = prefix_keys.parse_entry(key)
+            return Key(prefix, owner=owner)
+        if prefix == USER:
+            _, owner, until, session = _USER.unpack(key)
+            return Key(prefix, owner=owner, until=until, session=session)
     except (struct.error, IndexError, UnicodeDecodeError, InvalidArgument) as error:
         raise Corrupt(f"key {key!r}: {error}") from error
     raise Corrupt(f"key {key!r}: unknown prefix or length")

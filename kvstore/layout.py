@@ -11,7 +11,7 @@ from kvcodecs.errors import InvalidArgument
 from kvcodecs.spec import MAX_BLOCK_TOKENS, Kind, StreamSpec
 
 from .identity import Model
-from .records import SessionRecord, StreamName, StreamState
+from .session_record import SessionRecord, StreamName, StreamState
 from .stream import StreamWriter
 
 #: What ``block_tokens="auto"`` aims at: frames of 32 KB at 2.5 bits per value. Pages of 4 KB

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from kvcodecs.spec import Kind
 
 from . import keys
-from .records import SessionRecord, StreamState
+from .session_record import SessionRecord
+from .spans import Span, head_of, spans_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,82 +18,141 @@ class Piece:
 
     Attributes
     ----------
-    key
-        Where it is.
+    keys
+        Where it is: under the first of them that exists.
+    owner
+        Who stored it.
     raw
         Whether it is the head, stored raw.
     first_token, n_tokens
-        What it holds.
+        What it holds; the position is the session's.
+    exact
+        Whether it holds no more: a frame of another owner may have grown since it was shared.
+    offset
+        Positions in the session minus those that the frame was written for.
     start, stop
-        The part of it that is read; after a raw head, the first block's is not all of it.
+        The part of it that is read, as positions of the session.
     name
         ``"layer 3 k block 7"`` and the like.
     """
 
-    key: bytes
+    keys: tuple[bytes, ...]
+    owner: int
     raw: bool
     first_token: int
     n_tokens: int
+    exact: bool
+    offset: int
     start: int
     stop: int
     name: str
 
 
 def pieces(
-    owner: int, layer: int, kind: Kind, state: StreamState, n_tokens: int, start: int, stop: int
+    record: SessionRecord,
+    layer: int,
+    kind: Kind,
+    start: int,
+    stop: int,
+    *,
+    blocks_only: bool = False,
 ) -> Iterator[Piece]:
     """Yield the frames that cover committed tokens ``[start, stop)`` of a stream, in order.
 
-    Parameters
-    ----------
-    state, n_tokens
-        Layout and committed tokens, from the session record.
+    With `blocks_only` the tokens that readers take from the raw head come from blocks too.
     """
+    state = record.streams[layer, kind]
     name = f"layer {layer} {kind}"
-    head_stop = state.start + state.n_head
-    if start < min(stop, head_stop):
-        yield Piece(
-            keys.stream_key(keys.HEAD, owner, layer, kind),
-            True,
-            state.start,
-            state.n_head,
-            start,
-            min(stop, head_stop),
-            f"{name} head",
-        )
-    at = max(start, head_stop)
-    while at < stop:
-        block = (at - state.start) // state.block_tokens
-        first = state.start + block * state.block_tokens
-        n_block = min(state.block_tokens, n_tokens - first)
-        sealed = n_block == state.block_tokens
-        key = (
-            keys.frame_key(owner, layer, kind, block)
-            if sealed
-            else keys.stream_key(keys.TAIL, owner, layer, kind)
-        )
-        until = min(stop, first + n_block)
-        what = f"block {block}" if sealed else f"tail (block {block})"
-        yield Piece(key, False, first, n_block, at, until, f"{name} {what}")
-        at = until
+    at = start
+    head = head_of(record, (layer, kind))
+    if head is not None and not blocks_only:
+        head_stop = state.start + head.n_tokens
+        if start < min(stop, head_stop):
+            at = min(stop, head_stop)
+            yield Piece(
+                keys=(keys.stream_key(keys.HEAD, head.owner, layer, kind),),
+                owner=head.owner,
+                raw=True,
+                first_token=state.start,
+                n_tokens=head.n_tokens,
+                exact=head.own,
+                offset=0,
+                start=start,
+                stop=at,
+                name=f"{name} head",
+            )
+    if at >= stop:
+        return
+    for span in spans_of(record, (layer, kind)):
+        first = max((at - state.start) // state.block_tokens, span.first_block)
+        last = min(-(-(stop - state.start) // state.block_tokens), span.stop_block)
+        for block in range(first, last):
+            first_token = state.start + block * state.block_tokens
+            block_stop = min(first_token + state.block_tokens, span.stop)
+            yield _block(
+                span, layer, kind, block, first_token, block_stop, state.block_tokens, at, stop
+            )
 
 
-def all_pieces(
-    owner: int, layer: int, kind: Kind, state: StreamState, n_tokens: int
-) -> Iterator[Piece]:
-    """Yield every frame that a stream must have: the head, and all blocks behind its header."""
-    if state.n_head and state.has_header:
-        # Readers take the first tokens from the head, yet blocks hold them too.
-        head_stop = state.start + state.n_head
-        yield from pieces(owner, layer, kind, state, n_tokens, state.start, head_stop)
-        state = replace(state, n_head=0)
-    yield from pieces(owner, layer, kind, state, n_tokens, state.start, n_tokens)
+def _block(
+    span: Span,
+    layer: int,
+    kind: Kind,
+    block: int,
+    first_token: int,
+    block_stop: int,
+    block_tokens: int,
+    start: int,
+    stop: int,
+) -> Piece:
+    n_tokens = block_stop - first_token
+    sealed = keys.frame_key(span.owner, layer, kind, block - span.shift)
+    tail = keys.stream_key(keys.TAIL, span.owner, layer, kind)
+    what = f"block {block}"
+    if n_tokens == block_tokens:
+        places: tuple[bytes, ...] = (sealed,)
+    elif span.own:
+        places, what = (tail,), f"tail (block {block})"
+    else:
+        # Cut from another owner's block, which may have been sealed since, or not.
+        places, what = (sealed, tail), f"cut block {block}"
+    return Piece(
+        keys=places,
+        owner=span.owner,
+        raw=False,
+        first_token=first_token,
+        n_tokens=n_tokens,
+        exact=len(places) == 1,
+        offset=span.offset,
+        start=max(start, first_token),
+        stop=min(stop, block_stop),
+        name=f"layer {layer} {kind} {what}",
+    )
+
+
+def all_pieces(record: SessionRecord, layer: int, kind: Kind) -> Iterator[Piece]:
+    """Yield every frame that a stream must have: the head, and all blocks behind its header.
+
+    Readers take the first tokens from the head, yet blocks hold them too. Frames that lie wholly
+    before the first token that was not trimmed are not among them.
+    """
+    state = record.streams[layer, kind]
+    first = max(state.start, record.first)
+    head = head_of(record, (layer, kind))
+    if head is not None and state.start + head.n_tokens > first:
+        for piece in pieces(record, layer, kind, first, state.start + head.n_tokens):
+            yield piece
+            break
+    yield from pieces(record, layer, kind, first, record.n_tokens, blocks_only=True)
 
 
 def count_frames(record: SessionRecord) -> int:
     """Return how many frames a record promises at least, raw heads before blocks not counted."""
     n = 0
-    for state in record.streams.values():
-        n_own = max(record.n_tokens - state.start, 0)
-        n += -(-n_own // state.block_tokens) if state.has_header else min(n_own, 1)
+    for stream, state in record.streams.items():
+        spans = spans_of(record, stream)
+        if not spans:
+            n += record.n_tokens > max(state.start, record.first)
+        trimmed = max(record.first - state.start, 0) // state.block_tokens
+        n += sum(max(s.stop_block - max(s.first_block, trimmed), 0) for s in spans)
     return n

@@ -90,6 +90,15 @@ def entry_keys(
         yield PREFIX + hashes[j] + codes + tail
 
 
+def index_bytes(start: int, stop: int) -> int:
+    """Return the bytes of the entries of tokens ``[start, stop)``, for ids of 4 bytes each."""
+    if start >= stop:
+        return 0
+    first = start // HASH_TOKENS
+    n_entries = -(-stop // HASH_TOKENS) - first
+    return n_entries * (HEAD_BYTES + 1 + _OWNER_BYTES) + 4 * (stop - first * HASH_TOKENS)
+
+
 def parse_entry(key: bytes) -> tuple[bytes, int, int]:
     """Return the hash, the number of ids and the owner that a key of the index holds.
 

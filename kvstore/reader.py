@@ -31,7 +31,8 @@ from .backend import Passing, Snapshot
 from .forklock import ForkLock
 from .identity import Model
 from .pieces import Piece, pieces
-from .records import HEADER_MAGIC, SessionRecord, located
+from .records import HEADER_MAGIC, located
+from .session_record import SessionRecord
 
 # Payloads and RoPE tables that are at hand at a time: mapped pages count as memory once touched.
 _BATCH_BYTES: Final = 8 << 20
@@ -64,16 +65,14 @@ class Reader:
     ----------
     model
         The session's.
-    owner
-        Under which its frames are stored.
     where
         Prefix of error messages: archive and session.
     """
 
-    def __init__(self, model: Model, owner: int, where: str) -> None:
-        self.model, self.owner, self.where = model, owner, where
+    def __init__(self, model: Model, where: str) -> None:
+        self.model, self.where = model, where
         # Headers are fixed once, so what was read stays true.
-        self._codings: dict[tuple[int, Kind], Coding] = {}
+        self._codings: dict[tuple[int, int, Kind], Coding] = {}
         self._lock = ForkLock()
         self._n_frames = 0
         self._raw: dict[StreamSpec, Coding] = {}
@@ -83,22 +82,22 @@ class Reader:
         """Frames decoded by `read` so far."""
         return self._n_frames
 
-    def coding(self, snapshot: Snapshot, layer: int, kind: Kind) -> Coding:
-        """Return how the blocks of a stream with a header are decoded."""
-        found = self._codings.get((layer, kind))
+    def coding(self, snapshot: Snapshot, owner: int, layer: int, kind: Kind) -> Coding:
+        """Return how the blocks that an owner stores of a stream are decoded."""
+        found = self._codings.get((owner, layer, kind))
         if found is None:
-            number, header = self.header(snapshot, layer, kind)
+            number, header = self.header(snapshot, owner, layer, kind)
             codec = codec_by_number(number)
             with located(f"{self.where} layer {layer} {kind} header"):
                 params = codec.unpack(self.model.stream(layer, kind), header)
             found = Coding(codec, params, header_tag(header))
-            self._codings[layer, kind] = found
+            self._codings[owner, layer, kind] = found
         return found
 
-    def header(self, snapshot: Snapshot, layer: int, kind: Kind) -> tuple[int, bytes]:
-        """Return codec number and header of a stream; a copy."""
+    def header(self, snapshot: Snapshot, owner: int, layer: int, kind: Kind) -> tuple[int, bytes]:
+        """Return codec number and header of an owner's stream; a copy."""
         where = f"{self.where} layer {layer} {kind} header"
-        value = snapshot.get(keys.stream_key(keys.HEADER, self.owner, layer, kind))
+        value = snapshot.get(keys.stream_key(keys.HEADER, owner, layer, kind))
         if value is None:
             raise Corrupt(f"{where}: missing")
         body = bytes(open_record(HEADER_MAGIC, value, where))
@@ -117,7 +116,7 @@ class Reader:
             The frame is missing, damaged, or not the one that belongs here.
         """
         where = f"{self.where} {piece.name}"
-        value = snapshot.get(piece.key)
+        value = first_value(snapshot, piece)
         if value is None:
             raise _missing(where)
         try:
@@ -125,12 +124,13 @@ class Reader:
         except (Corrupt, Truncated) as error:
             raise type(error)(f"{error}; restore a copy of the archive, or do without") from error
         coding = self._coding_of(snapshot, piece, layer, kind)
+        n_tokens = piece.n_tokens if piece.exact else max(piece.n_tokens, header.n_tokens)
         for what, found, expected in (
-            ("owner", header.owner, self.owner),
+            ("owner", header.owner, piece.owner),
             ("layer", header.layer, layer),
             ("kind", header.kind, kind),
-            ("first token", header.first_token, piece.first_token),
-            ("number of tokens", header.n_tokens, piece.n_tokens),
+            ("first token", header.first_token, piece.first_token - piece.offset),
+            ("number of tokens", header.n_tokens, n_tokens),
             ("codec", header.codec, coding.codec.number),
             ("stream header tag", header.header_tag, coding.tag),
         ):
@@ -150,10 +150,9 @@ class Reader:
         Corrupt
             It does not: the record promises tokens that are not there.
         """
-        state = record.streams[layer, kind]
-        first = max(stop - 1, state.start)
-        for piece in pieces(self.owner, layer, kind, state, record.n_tokens, first, stop):
-            if snapshot.get(piece.key) is None:
+        first = max(stop - 1, record.streams[layer, kind].start)
+        for piece in pieces(record, layer, kind, first, stop):
+            if first_value(snapshot, piece) is None:
                 raise _missing(f"{self.where} {piece.name}")
 
     def read(
@@ -163,8 +162,11 @@ class Reader:
         requests: Sequence[Request],
         k_state: KState,
         n_threads: int | None,
+        position_offset: int = 0,
     ) -> None:
         """Check every frame of the requests, then decode them into their outputs.
+
+        K after RoPE is rotated for positions shifted by `position_offset`.
 
         Raises
         ------
@@ -177,21 +179,13 @@ class Reader:
         todo = [
             (request, piece)
             for request in requests
-            for piece in pieces(
-                self.owner,
-                request.layer,
-                request.kind,
-                record.streams[request.layer, request.kind],
-                record.n_tokens,
-                request.start,
-                request.stop,
-            )
+            for piece in pieces(record, request.layer, request.kind, request.start, request.stop)
         ]
-        batches: list[list[tuple[Request, Piece, Coding, memoryview, Rope | None]]] = [[]]
+        batches: list[list[_Work]] = [[]]
         n_batch = 0
         passing = Passing(snapshot)
         for request, piece in todo:
-            coding, _, payload = self.open(snapshot, piece, request.layer, request.kind)
+            coding, header, payload = self.open(snapshot, piece, request.layer, request.kind)
             passing.add(payload)
             n_bytes = payload.nbytes
             rope = coding.params.spec.rope if k_state == "post" else None
@@ -200,7 +194,7 @@ class Reader:
             if n_batch and n_batch + n_bytes > _BATCH_BYTES:
                 batches.append([])
                 n_batch = 0
-            batches[-1].append((request, piece, coding, payload, rope))
+            batches[-1].append(_Work(request, piece, coding, header.n_tokens, payload, rope))
             n_batch += n_bytes
         many = len(batches) > 1  # a short range is read once and stays mapped
         if many:
@@ -208,13 +202,10 @@ class Reader:
         tables = _Tables()
         for batch in batches:
             plan = Plan()
-            for request, piece, coding, payload, rope in batch:
-                table = None if rope is None else tables.get(rope, piece.start, piece.stop)
-                lo, hi = piece.start - request.start, piece.stop - request.start
-                out = request.out[:, lo:hi]
-                self._schedule(plan, piece, coding, payload, out, table)
+            for work in batch:
+                self._schedule(plan, work, tables, position_offset)
                 if many:
-                    passing.add(payload)
+                    passing.add(work.payload)
             plan.run(n_threads)
             if many:
                 passing.release()
@@ -230,54 +221,94 @@ class Reader:
         -------
         coded : (heads, n_tokens, head_dim) float32
         error
-            As measured when it was coded.
+            As measured when it was coded. Of a frame that is cut, its tokens' share of the sum of
+            squares: an estimate; the largest error stays a bound.
         dtype
             What a raw frame stores its values in; "float32" for others.
         """
         coding, header, payload = self.open(snapshot, piece, layer, kind)
-        whole = replace(piece, start=piece.first_token, stop=piece.first_token + piece.n_tokens)
         spec = coding.params.spec
-        out = np.empty((spec.heads, piece.n_tokens, spec.head_dim), np.float32)
+        n_tokens = header.n_tokens
+        whole = replace(piece, start=piece.first_token, stop=piece.first_token + n_tokens)
+        out = np.empty((spec.heads, n_tokens, spec.head_dim), np.float32)
+        request = Request(layer, kind, whole.start, whole.stop, out)
         plan = Plan()
-        self._schedule(plan, whole, coding, payload, out, None)
+        self._schedule(plan, _Work(request, whole, coding, n_tokens, payload, None), _Tables(), 0)
         plan.run(1)
         dtype = "float32"
         if piece.raw:
             dtype = codec_by_number(0).unpack(spec, bytes(payload[:1])).dtype.name
-        return to_coded(out, spec, "pre"), header.error, dtype
+        coded = to_coded(out, spec, "pre")
+        if n_tokens == piece.n_tokens:
+            return coded, header.error, dtype
+        return coded[:, : piece.n_tokens], share_of_error(header, piece.n_tokens), dtype
 
-    def _schedule(
-        self,
-        plan: Plan,
-        piece: Piece,
-        coding: Coding,
-        payload: memoryview,
-        out: npt.NDArray[Any],
-        table: RopeTable | None,
-    ) -> None:
+    def _schedule(self, plan: Plan, work: _Work, tables: _Tables, position_offset: int) -> None:
+        piece = work.piece
         where = f"{self.where} {piece.name}"
+        # The codec counts tokens as they were when the frame was written.
+        start, stop = piece.start - piece.offset, piece.stop - piece.offset
+        table = None
+        if work.rope is not None:
+            shift = piece.offset + position_offset
+            table = tables.get(work.rope, start + shift, stop + shift)._replace(first_token=start)
+        lo, hi = piece.start - work.request.start, piece.stop - work.request.start
         with located(where):
             plan.add(
-                coding.codec,
-                coding.params,
-                payload,
-                first_token=piece.first_token,
-                n_tokens=piece.n_tokens,
-                start=piece.start,
-                stop=piece.stop,
-                out=out,
+                work.coding.codec,
+                work.coding.params,
+                work.payload,
+                first_token=piece.first_token - piece.offset,
+                n_tokens=work.n_tokens,
+                start=start,
+                stop=stop,
+                out=work.request.out[:, lo:hi],
                 rope=table,
                 where=where,
             )
 
     def _coding_of(self, snapshot: Snapshot, piece: Piece, layer: int, kind: Kind) -> Coding:
         if not piece.raw:
-            return self.coding(snapshot, layer, kind)
+            return self.coding(snapshot, piece.owner, layer, kind)
         spec = self.model.stream(layer, kind)
         if spec not in self._raw:
             codec = codec_by_number(0)
             self._raw[spec] = Coding(codec, codec.fit(Raw(), spec, lambda: ()), 0)
         return self._raw[spec]
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """One frame to decode, checked: what of it goes where."""
+
+    request: Request
+    piece: Piece
+    coding: Coding
+    n_tokens: int
+    payload: memoryview
+    rope: Rope | None
+
+
+def first_value(snapshot: Snapshot, piece: Piece) -> memoryview | None:
+    """Return what is stored of a frame, or None."""
+    for key in piece.keys:
+        value = snapshot.get(key)
+        if value is not None:
+            return value
+    return None
+
+
+def share_of_error(header: FrameHeader, n_tokens: int) -> ErrorStats:
+    """Return the error of the first tokens of a frame: an estimate where it has more.
+
+    The sum of squares is their share of it, the largest error a bound.
+    """
+    error = header.error
+    if not error.is_known or n_tokens == header.n_tokens or not header.n_tokens:
+        return error
+    n_values = error.n_values * n_tokens // header.n_tokens
+    share = n_values / error.n_values if error.n_values else 0.0
+    return ErrorStats(error.max_error, error.sum_squares * share, n_values)
 
 
 def _missing(where: str) -> Corrupt:
@@ -333,6 +364,8 @@ def check_range(
         if n_appended is not None and n_appended > n:
             more = f" of {n_appended} appended; commit first"
         raise InvalidArgument(f"{what}: {n} tokens are committed{more}")
+    if start < min(record.first, stop):
+        raise InvalidArgument(f"{what}: trimmed; the session starts at token {record.first}")
     first = record.streams[layer, kind].start
     if start < min(first, stop):
         raise InvalidArgument(f"{what}: this layer has a window and starts at token {first}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,16 +12,20 @@ import numpy.typing as npt
 from kvcodecs.errors import Closed, InvalidArgument
 from kvcodecs.spec import KINDS, Kind, KState, float_dtype
 
+from .backend import Snapshot
 from .forklock import ForkLock
-from .identity import Model
+from .identity import Model, check_metadata
 from .info import SessionInfo, session_info
 from .layout import check_threads
+from .matching import Promise
 from .reader import Reader, Request, check_range
+from .session_record import SessionRecord
 from .token_ids import Ids, read_ids
 from .writer import SessionWriter, Tensors
 
 if TYPE_CHECKING:
     from .archive import Archive
+    from .relocation import AppendedRange
 
 Tensor = npt.NDArray[Any]
 
@@ -33,10 +37,17 @@ class Session:
     What was appended and not committed is lost when the session or archive is closed.
     """
 
-    def __init__(self, archive: Archive, name: str, model: Model, owner: int) -> None:
-        self._archive, self._name = archive, name
-        self._where = f"{archive.path}: session {name!r}"
-        self._reader = Reader(model, owner, self._where)
+    def __init__(
+        self,
+        archive: Archive,
+        name: str,
+        model: Model,
+        session: int,
+        promise: Promise | None = None,
+    ) -> None:
+        self._archive, self._name, self._id = archive, name, session
+        self._promise = promise
+        self._reader = Reader(model, self._where)
         self._lock = ForkLock()
         self._writer: SessionWriter | None = None
         self._closed = False
@@ -52,16 +63,27 @@ class Session:
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """The JSON object that was stored with the session; a copy."""
+        """The JSON object that is stored with the session; a copy, see `set_metadata`."""
         with self._archive._read() as snapshot:
-            record = self._archive._catalog.record(snapshot, self._name, self._reader.owner)
-            return copy.deepcopy(dict(record.metadata))
+            return copy.deepcopy(dict(self._record(snapshot).metadata))
+
+    @property
+    def pinned(self) -> bool:
+        """Whether eviction leaves the session alone; see `pin`."""
+        with self._archive._read() as snapshot:
+            return self._record(snapshot).pinned
+
+    @property
+    def first_token(self) -> int:
+        """First position that was not trimmed; see `trim_front`."""
+        with self._archive._read() as snapshot:
+            return self._record(snapshot).first
 
     @property
     def n_committed(self) -> int:
         """Tokens that are durable and readable, as of now; another process may append."""
         with self._archive._read() as snapshot:
-            return self._archive._catalog.record(snapshot, self._name, self._reader.owner).n_tokens
+            return self._record(snapshot).n_tokens
 
     @property
     def n_tokens(self) -> int:
@@ -149,6 +171,7 @@ class Session:
         dtype: str | np.dtype[Any] | type | None = None,
         *,
         out: Tensor | None = None,
+        position_offset: int = 0,
         n_threads: int | None = None,
     ) -> Tensor:
         """Return committed tokens ``[start, stop)`` of one stream.
@@ -166,6 +189,9 @@ class Session:
         out : (heads, stop - start, head_dim), optional
             Written instead of a new array; last axis contiguous. Untouched if a stored byte
             proves wrong.
+        position_offset
+            K after RoPE is rotated for positions so much later (earlier where negative): to use
+            the tokens at another place of a context. V and K before RoPE stay the same.
         n_threads
             None: one per CPU this process may use. The result does not depend on it.
 
@@ -177,14 +203,15 @@ class Session:
         Raises
         ------
         InvalidArgument
-            No such stream or range, or a value that overflows float16.
+            No such stream or range, one that was trimmed, a shifted position below 0, or a value
+            that overflows float16.
         Truncated, Corrupt, Unsupported
             Stored bytes are not what was written; names the block.
         NotFound
             The session has been deleted.
         """
         with self._archive._read() as snapshot:
-            record = self._archive._catalog.record(snapshot, self._name, self._reader.owner)
+            record = self._record(snapshot)
             spec = self.model.stream(layer, kind)
             start, stop = check_range(
                 record, layer, kind, start, stop, self._where, self._n_appended()
@@ -201,7 +228,9 @@ class Session:
                     f"expected {dtype or 'a float type'} {shape}"
                 )
             request = Request(layer, kind, start, stop, out)
-            self._reader.read(snapshot, record, [request], k_state, n_threads)
+            offset = check_offset(position_offset)
+            self._reader.read(snapshot, record, [request], k_state, n_threads, offset)
+        self._archive._note_use(self._id)
         return out
 
     def read_all(
@@ -212,9 +241,12 @@ class Session:
         k_state: KState = "pre",
         dtype: str | np.dtype[Any] | type | None = None,
         *,
+        position_offset: int = 0,
         n_threads: int | None = None,
     ) -> tuple[Tensor | list[Tensor | None], Tensor | list[Tensor | None]]:
         """Return committed tokens ``[start, stop)`` of K and V of all layers, or of `layers`.
+
+        The parameters are those of `read`.
 
         Returns
         -------
@@ -233,7 +265,7 @@ class Session:
         requests: list[Request] = []
         results: list[Tensor | list[Tensor | None]] = []
         with self._archive._read() as snapshot:
-            record = self._archive._catalog.record(snapshot, self._name, self._reader.owner)
+            record = self._record(snapshot)
             out_dtype = self._dtype(dtype)
             for kind in KINDS:
                 parts: list[Tensor | None] = []
@@ -254,34 +286,152 @@ class Session:
                     parts.append(part)
                     requests.append(Request(layer, kind, lo, hi, part))
                 results.append(parts if stacked is None else stacked)
-            self._reader.read(snapshot, record, requests, k_state, n_threads)
+            offset = check_offset(position_offset)
+            self._reader.read(snapshot, record, requests, k_state, n_threads, offset)
+        self._archive._note_use(self._id)
         return results[0], results[1]
 
     def token_ids(self, start: int = 0, stop: int | None = None) -> Ids | None:
         """Return the committed token ids ``[start, stop)`` as int64; None if none are stored."""
         with self._archive._read() as snapshot:
-            record = self._archive._catalog.record(snapshot, self._name, self._reader.owner)
+            record = self._record(snapshot)
             if not record.has_ids:
                 return None
             stop = record.n_tokens if stop is None else stop
-            if not 0 <= start <= stop <= record.n_tokens:
+            if not record.first <= start <= stop <= record.n_tokens:
                 raise InvalidArgument(
-                    f"{self._where}: token ids [{start}, {stop}) of {record.n_tokens}"
+                    f"{self._where}: token ids [{start}, {stop}) of [{record.first}, "
+                    f"{record.n_tokens})"
                 )
             return read_ids(snapshot, record, start, stop, self._where)
 
     def start_token(self, layer: int, kind: Kind = "k") -> int:
-        """Return the first position that a layer has: 0, or more for a layer with a window."""
+        """Return the first position of a layer that can be read.
+
+        0, or more for a layer with a window or after `trim_front`.
+        """
         self.model.stream(layer, kind)
         with self._archive._read() as snapshot:
-            record = self._archive._catalog.record(snapshot, self._name, self._reader.owner)
-            return record.streams[layer, kind].start
+            record = self._record(snapshot)
+            return max(record.streams[layer, kind].start, record.first)
 
     def info(self) -> SessionInfo:
         """Return sizes, rates and measured errors; decodes nothing."""
         with self._archive._read() as snapshot:
-            record = self._archive._catalog.record(snapshot, self._name, self._reader.owner)
+            record = self._record(snapshot)
             return session_info(snapshot, self._name, record, self._reader)
+
+    def fork(
+        self,
+        name: str,
+        at: int | None = None,
+        *,
+        metadata: Mapping[str, Any] | None = None,
+        replace: bool = False,
+    ) -> Session:
+        """Create a session that begins with the first `at` tokens of this one, durable at once.
+
+        Shares the frames: costs a record and the token ids, whatever the length. Appending to
+        either leaves the other as it is, and either may be deleted.
+
+        Parameters
+        ----------
+        name
+            Of the new session.
+        at
+            Committed tokens to share; None for all. A block that is cut is coded again when the
+            fork first commits tokens of its own.
+        metadata
+            A JSON object for the fork; None copies this session's.
+        replace
+            Replace a session that has the name.
+
+        Raises
+        ------
+        InvalidArgument
+            The name is taken or not a name; `at` is beyond `n_committed`, or before the first
+            token that every layer has.
+        Locked, Full
+            See `commit`.
+        """
+        return self._archive._fork(self._name, self._id, name, at, metadata, replace)
+
+    def truncate(self, n_tokens: int) -> None:
+        """Take back the tokens from `n_tokens` on, durably; the next append goes there.
+
+        For an answer that is generated anew, or a speculation that is rejected. Appended tokens
+        that stay and are not committed yet are committed.
+
+        Raises
+        ------
+        InvalidArgument
+            More than there are, or fewer than were trimmed or than a windowed layer begins with.
+        Locked
+            Another session object is appending, or see `commit`.
+        Full
+            See `commit`.
+        """
+        with self._lock:
+            writer = self._appender()
+            if not 0 <= n_tokens <= writer.n_tokens:
+                raise InvalidArgument(
+                    f"{self._where}: truncate to {n_tokens}: it has {writer.n_tokens} tokens"
+                )
+            if n_tokens > writer.record.n_tokens:
+                writer.commit()
+            if n_tokens < writer.n_tokens:
+                self._writer = self._archive._truncated(self._name, writer, self._reader, n_tokens)
+
+    def trim_front(self, n_tokens: int) -> None:
+        """Drop the first `n_tokens` committed tokens, for sliding windows; durable at once.
+
+        Positions stay what they are; reads before `n_tokens` raise. Blocks that lie wholly before
+        it are deleted. A session that was trimmed matches no prompt any more.
+
+        Raises
+        ------
+        InvalidArgument
+            More tokens than are committed.
+        Locked, Full
+            See `commit`.
+        """
+        self._check_open()
+        self._archive._trim(self._name, self._id, n_tokens)
+
+    def append_range(self, source: Session, start: int, stop: int) -> AppendedRange:
+        """Append the committed tokens ``[start, stop)`` of another session, and commit.
+
+        Where both sessions' blocks lie alike, whole blocks are shared: nothing is coded again.
+        The others are decoded and coded with this session's step. See `relocation.append_range`
+        for what is required and returned.
+        """
+        from .relocation import append_range
+
+        return append_range(self, source, start, stop)
+
+    def rename(self, name: str, *, replace: bool = False) -> None:
+        """Give the session another name; with `replace` also one that is taken.
+
+        Raises
+        ------
+        InvalidArgument
+            The name is taken or not a name.
+        Locked
+            Another session object is appending, or see `commit`.
+        """
+        with self._lock:
+            self._check_open()
+            self._archive._rename(self, name, replace)
+
+    def set_metadata(self, metadata: Mapping[str, Any]) -> None:
+        """Replace the JSON object that is stored with the session; durable at once."""
+        self._check_open()
+        self._archive._change(self._name, self._id, metadata=check_metadata(metadata))
+
+    def pin(self, pinned: bool = True) -> None:
+        """Keep eviction from the session, or with False allow it again; durable at once."""
+        self._check_open()
+        self._archive._change(self._name, self._id, pinned=bool(pinned))
 
     def close(self) -> None:
         """Drop what was not committed and let another appender in; reading goes on working.
@@ -303,10 +453,16 @@ class Session:
     def __repr__(self) -> str:
         return f"<Session {self._name!r} of {self._archive.path!r}>"
 
+    def _renamed(self, name: str) -> None:
+        self._name = name
+        self._reader.where = self._where
+        if self._writer is not None:
+            self._writer.name = name
+
     def _appender(self) -> SessionWriter:
         self._check_open()
         if self._writer is None:
-            self._writer = self._archive._appender(self._name, self._reader)
+            self._writer = self._archive._appender(self._name, self._id, self._reader)
         return self._writer
 
     def _check_open(self) -> None:
@@ -314,6 +470,17 @@ class Session:
             raise Closed(f"{self._where}: closed; open the session again to append")
         if self._process != os.getpid():
             raise Closed(f"{self._where}: opened before a fork; open it again in this process")
+
+    @property
+    def _where(self) -> str:
+        return f"{self._archive.path}: session {self._name!r}"
+
+    def _record(self, snapshot: Snapshot) -> SessionRecord:
+        """Return the session's record; what a prompt matched must still be there."""
+        record = self._archive._catalog.record(snapshot, self._name, self._id)
+        if self._promise is not None:
+            self._promise.check(snapshot, record, self._where)
+        return record
 
     def _n_appended(self) -> int | None:
         writer = self._writer
@@ -328,10 +495,17 @@ def _check_k_state(k_state: str) -> None:
         raise InvalidArgument(f"k_state {k_state!r}, expected 'pre' or 'post'")
 
 
+def check_offset(position_offset: object) -> int:
+    """Return a shift of positions; `InvalidArgument` unless it is an integer."""
+    if isinstance(position_offset, bool) or not isinstance(position_offset, int | np.integer):
+        raise InvalidArgument(f"position_offset {position_offset!r}: expected an integer")
+    return int(position_offset)
+
+
 def source_of(stats_from: object) -> tuple[str, int | None]:
-    """Return name and, of a session object, owner of the session that headers come from."""
+    """Return name and, of a session object, id of the session that headers come from."""
     if isinstance(stats_from, str):
         return stats_from, None
     if not isinstance(stats_from, Session):
         raise InvalidArgument(f"stats_from {stats_from!r}: expected a session or its name")
-    return stats_from.name, stats_from._reader.owner
+    return stats_from.name, stats_from._id

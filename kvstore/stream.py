@@ -20,7 +20,8 @@ from kvcodecs.raw import Raw
 from kvcodecs.spec import F32, Kind, KState, StreamSpec
 
 from . import keys
-from .records import HEADER_MAGIC, StreamState, located
+from .records import HEADER_MAGIC, located
+from .session_record import StreamState
 
 Put = tuple[bytes, bytes | None]  # None deletes
 
@@ -120,26 +121,31 @@ class StreamWriter:
         """Values of the unfinished block."""
         return 0 if self._encoder is None else self.spec.n_values(self._encoder.n_tokens)
 
-    def resume_header(self, codec_number: int, header: bytes) -> None:
-        """Go on with a stored header; the layout says where."""
+    def resume_header(self, codec_number: int, header: bytes, *, own: bool) -> None:
+        """Go on with a header, stored under this owner or under the one that went before."""
         self._codec = codec_by_number(codec_number)
         self._fix(self._codec.unpack(self.spec, header), header)
-        self._header_stored = True
+        self._header_stored = own
 
     def resume_head(self, coded: F32, dtype: str, *, post: bool) -> None:
         """Go on with the committed tokens of a stream without header, and their stored dtype."""
         self._waiting, self._dtype, self._post = [coded], dtype, post
         self.end = self._state.start + coded.shape[1]
 
-    def resume_blocks(self, n_sealed: int, tail: F32 | None, error: ErrorStats) -> None:
-        """Go on after `n_sealed` blocks with the decoded tail and its measured error."""
+    def resume_blocks(
+        self, n_sealed: int, tail: F32 | None, error: ErrorStats, *, own: bool
+    ) -> None:
+        """Go on after `n_sealed` blocks with the decoded tail and its measured error.
+
+        `own` says whether the tail is stored under this owner.
+        """
         self._block = n_sealed
         self.end = self._state.start + n_sealed * self._state.block_tokens
         if tail is not None:
             self._push(tail)
             if self._encoder is not None:
                 self._encoder.resume(error)
-        self._tail_stored, self._dirty = tail is not None, False
+        self._tail_stored, self._dirty = own and tail is not None, False
 
     def begin_at(self, start: int) -> None:
         """Set the position of the first token of a stream that has none yet."""

@@ -13,7 +13,8 @@ from kvcodecs.frame import open_record, seal_record
 
 from . import keys
 from .backend import Snapshot
-from .records import SessionRecord
+from .session_record import SessionRecord
+from .spans import id_spans
 
 Ids: TypeAlias = npt.NDArray[np.int64]
 
@@ -24,8 +25,8 @@ _CHUNK_HEAD: Final = struct.Struct("<BBHI")
 _WIDTHS: Final = (1, 2, 4, 8)
 
 
-def check_ids(token_ids: object, n_tokens: int) -> Ids:
-    """Return token ids as int64.
+def check_ids(token_ids: object, n_tokens: int | None = None) -> Ids:
+    """Return token ids as int64; `n_tokens` None means any number.
 
     Raises
     ------
@@ -33,6 +34,8 @@ def check_ids(token_ids: object, n_tokens: int) -> Ids:
         Not `n_tokens` integers in one dimension.
     """
     ids = np.asarray(token_ids)
+    if n_tokens is None:
+        n_tokens = len(ids) if ids.ndim == 1 else 1
     if ids.shape != (n_tokens,):
         raise InvalidArgument(f"token_ids: shape {ids.shape}, expected ({n_tokens},)")
     if n_tokens and ids.dtype.kind not in "iu":
@@ -99,7 +102,8 @@ def read_ids(snapshot: Snapshot, record: SessionRecord, start: int, stop: int, w
 def read_id_chunk(snapshot: Snapshot, record: SessionRecord, chunk: int, where: str) -> Ids:
     """Return the committed ids of one chunk."""
     where = f"{where} token ids chunk {chunk}"
-    value = snapshot.get(keys.tokens_key(record.owner, chunk))
+    owner = next(o for o, first, stop in id_spans(record, CHUNK_TOKENS) if first <= chunk < stop)
+    value = snapshot.get(keys.tokens_key(owner, chunk))
     if value is None:
         raise Corrupt(f"{where}: missing")
     n_expected = min(CHUNK_TOKENS, record.n_tokens - chunk * CHUNK_TOKENS)

@@ -20,9 +20,14 @@ from kvcodecs.frame import HEADER_BYTES
 
 from . import keys
 from .backend import Passing, Snapshot
+from .garbage import living
 from .pieces import Piece, all_pieces, count_frames
+from .prefix_upkeep import expected_entries
 from .reader import Reader
-from .records import SessionRecord, check_archive, unpack_identity
+from .records import check_archive, unpack_identity
+from .session_record import SessionRecord, StreamName
+from .sharing import user_keys
+from .spans import header_of, id_spans, spans_of
 from .token_ids import CHUNK_TOKENS, read_id_chunk
 
 if TYPE_CHECKING:
@@ -117,6 +122,8 @@ def verify(
                 for part in _check_session(archive, snapshot, parsed.name, every, report):
                     if part in every:  # a missing one has been reported
                         checked(part)
+        for key in _check_lists(archive, snapshot, every, report):
+            checked(key)
         report.n_leftover = len(every - seen)
     return report
 
@@ -155,7 +162,7 @@ def _check_session(
     except KvError as error:
         report.add(where, error)
         return
-    reader = Reader(model, record.owner, f"{archive.path}: {where}")
+    reader = Reader(model, f"{archive.path}: {where}")
     n_frames = count_frames(record)
     if n_frames > len(every):  # not worth a look at each, nor a line
         message = f"the record promises {n_frames} frames, the archive has {len(every)} entries"
@@ -165,23 +172,31 @@ def _check_session(
             yield from (key for key in every if key.startswith(start))
         return
     passing = Passing(snapshot)
-    for (layer, kind), state in record.streams.items():
+    for layer, kind in record.streams:
         spot = f"{where} layer {layer} {kind}"
-        header_ok = True
-        if state.has_header:
-            yield keys.stream_key(keys.HEADER, record.owner, layer, kind)
+        bad_headers = set()
+        for owner in _header_owners(record, (layer, kind)):
+            yield keys.stream_key(keys.HEADER, owner, layer, kind)
             try:
-                reader.coding(snapshot, layer, kind)
+                reader.coding(snapshot, owner, layer, kind)
             except KvError as error:
                 report.add(f"{spot} header", error)
-                header_ok = False
-        for piece in all_pieces(record.owner, layer, kind, state, record.n_tokens):
-            yield piece.key
-            if header_ok or piece.raw:
+                bad_headers.add(owner)
+        for piece in all_pieces(record, layer, kind):
+            yield from piece.keys
+            if piece.raw or piece.owner not in bad_headers:
                 _check_frame(snapshot, passing, reader, piece, layer, kind, where, report)
     passing.release()
     if record.has_ids:
         yield from _check_ids(snapshot, record, where, reader.where, report)
+
+
+def _header_owners(record: SessionRecord, stream: StreamName) -> list[int]:
+    first = max(record.first - record.streams[stream].start, 0)
+    n_trimmed = first // record.streams[stream].block_tokens
+    owners = [span.owner for span in spans_of(record, stream) if span.stop_block > n_trimmed]
+    last = header_of(record, stream)
+    return list(dict.fromkeys([*owners, *([] if last is None else [last])]))
 
 
 def _check_frame(
@@ -209,9 +224,40 @@ def _check_frame(
 def _check_ids(
     snapshot: Snapshot, record: SessionRecord, spot: str, where: str, report: Report
 ) -> Iterator[bytes]:
-    for chunk in range(-(-record.n_tokens // CHUNK_TOKENS)):
-        yield keys.tokens_key(record.owner, chunk)
-        try:
-            read_id_chunk(snapshot, record, chunk, where)
-        except KvError as error:
-            report.add(f"{spot} token ids chunk {chunk}", error)
+    for owner, first, stop in id_spans(record, CHUNK_TOKENS):
+        for chunk in range(max(first, record.first // CHUNK_TOKENS), stop):
+            yield keys.tokens_key(owner, chunk)
+            try:
+                read_id_chunk(snapshot, record, chunk, where)
+            except KvError as error:
+                report.add(f"{spot} token ids chunk {chunk}", error)
+
+
+def _check_lists(
+    archive: Archive, snapshot: Snapshot, every: set[bytes], report: Report
+) -> Iterator[bytes]:
+    """Check that the index and the lists of users say all they should; yield their keys."""
+    alive = living(archive, snapshot)
+    wanted = {key for _, record, model in alive.records for key in user_keys(record, model)}
+    pairs = [(record, model) for _, record, model in alive.records]
+    unknown: set[int] = set()
+
+    def on_error(record: SessionRecord, error: KvError) -> None:
+        # Reported where the ids were read. What the index should say of them nobody knows.
+        unknown.update([record.owner, *(owner for owner, _ in record.id_parts)])
+
+    wanted.update(expected_entries(snapshot, pairs, archive.path, on_error))
+    wanted.update(key for key in every if unknown and _index_owner(key) in unknown)
+    n_missing = len(wanted - every)
+    if n_missing:
+        message = f"{n_missing} entries of the prefix index or of the lists of users are missing"
+        report.add("prefix index", Corrupt(f"{archive.path}: {message}; run kvstore reindex"))
+    yield from wanted & every
+
+
+def _index_owner(key: bytes) -> int | None:
+    try:
+        parsed = keys.parse(key)
+    except Corrupt:
+        return None
+    return parsed.owner if parsed.prefix == keys.PREFIX else None

@@ -5,6 +5,7 @@ FORMAT.md section 5 gives the order of a commit and what a crash at each point l
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -13,7 +14,7 @@ from typing import Any, Final, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from kvcodecs.errors import Closed, InvalidArgument, KvError, NotFound
+from kvcodecs.errors import Closed, InvalidArgument, KvError, Locked, NotFound
 from kvcodecs.frame import ErrorStats
 from kvcodecs.plan import available_cpus
 from kvcodecs.rope import Rope, RopeTable, to_coded
@@ -21,15 +22,16 @@ from kvcodecs.spec import F32, Kind, KState
 from kvcodecs.tensor import check_tensor
 
 from . import keys
-from .backend import Backend, Lease, Snapshot
+from .backend import Lease, Snapshot, Transaction
+from .catalog import Catalog
 from .layout import check_threads, make_streams
 from .pieces import pieces
+from .prefix_upkeep import PrefixKeys
 from .reader import Reader
-from .records import (
-    MAX_TOKENS,
-    SessionRecord,
-    StreamName,
-)
+from .room import Room
+from .session_record import MAX_TOKENS, SessionRecord, StreamName
+from .sharing import claims_of, pruned, put_record
+from .spans import header_of
 from .stream import Prepared, StreamWriter
 from .token_ids import CHUNK_TOKENS, Ids, check_ids, pack_ids, read_ids
 
@@ -52,16 +54,16 @@ class SessionWriter:
 
     def __init__(
         self,
-        backend: Backend,
+        room: Room,
+        catalog: Catalog,
         name: str,
         record: SessionRecord,
         reader: Reader,
         snapshot: Snapshot,
         lease: Lease,
-        lock_timeout: float,
     ) -> None:
-        self._backend, self._name, self._lease = backend, name, lease
-        self._timeout = lock_timeout
+        self._room, self._catalog = room, catalog
+        self.name, self.lease = name, lease
         self._where = reader.where
         self._model = reader.model
         self.record = record
@@ -71,6 +73,7 @@ class SessionWriter:
         # Token ids from the last full chunk on.
         self._first_chunk = record.n_tokens // CHUNK_TOKENS if record.has_ids else 0
         self._ids: list[Ids] = []
+        self._prefix = PrefixKeys(reader.model, reader.where)
         self._is_whole = True
         self._resume(record, reader, snapshot)
 
@@ -118,12 +121,13 @@ class SessionWriter:
             return self.record
         due = [stream for stream in self._streams.values() if stream.is_due]
         list(_map(StreamWriter.fix_if_due, due, min(available_cpus(), max(1, len(due)))))
-        record = replace(
+        grown = replace(
             self.record,
             n_tokens=self.n_tokens,
             streams={name: stream.state for name, stream in self._streams.items()},
             has_ids=self._has_ids,
             post=self._post,
+            updated=int(time.time()),
         )
         # Tails are coded here, whole.
         streams = self._streams.values()
@@ -132,44 +136,77 @@ class SessionWriter:
         of_streams = _map(lambda stream: list(stream.puts()), streams, n_workers)
         puts = [put for of_stream in of_streams for put in of_stream]
         puts += self._id_puts()
+        new_ids = self._new_ids()
         # In key order: a tree that grows at its end fills its pages.
         puts.sort(key=lambda put: put[0])
-        key = keys.session_key(self._name)
-        with self._backend.write(self._timeout) as transaction:
-            if transaction.get(key) is None:
-                raise NotFound(f"{self._where}: deleted while it was appended to")
+
+        def store(transaction: Transaction) -> SessionRecord:
+            stored = self.stored(transaction)
+            # What others may change while this session is appended to.
+            record = replace(
+                grown,
+                parts=stored.parts,
+                id_parts=stored.id_parts,
+                first=stored.first,
+                pinned=stored.pinned,
+                metadata=stored.metadata,
+            )
+            shrunk: set[int] = set()
+            if stored.parts and stored.n_tokens == stored.n_shared:
+                # Its own first tokens: cut blocks are coded anew and not needed there any more.
+                record = pruned(record)
+                shrunk.update(claims_of(stored))
             for name, value in puts:
                 if value is None:
                     transaction.delete(name)
                 else:
                     transaction.put(name, value)
-            transaction.put(key, record.pack(self._name))
+            self._prefix.grow(transaction, stored, record, new_ids)
+            put_record(transaction, self._catalog, self.name, stored, record, shrunk=shrunk)
+            return record
+
+        record = self._room.write(store)
+        self._prefix.committed()
         for stream in self._streams.values():
             stream.committed()
         self._forget_full_chunks()
         self.record = record
         return record
 
+    def stored(self, transaction: Transaction) -> SessionRecord:
+        """Return the session's record, once it is sure that it is still this appender's."""
+        try:
+            stored = self._catalog.record(transaction, self.name, self.record.id)
+        except NotFound as error:
+            raise NotFound(f"{self._where}: deleted while it was appended to") from error
+        if (stored.owner, stored.n_tokens) != (self.record.owner, self.record.n_tokens):
+            raise Locked(
+                f"{self._where}: another appender has changed it; open it again and append from "
+                "its n_committed"
+            )
+        return stored
+
     def close(self) -> None:
         """Drop what was not committed and give the lease back."""
-        self._lease.release()
+        self.lease.release()
 
     def _resume(self, record: SessionRecord, reader: Reader, snapshot: Snapshot) -> None:
         n = record.n_tokens
         for (layer, kind), stream in self._streams.items():
             state = record.streams[layer, kind]
-            if state.has_header:
-                stream.resume_header(*reader.header(snapshot, layer, kind))
+            owner = header_of(record, (layer, kind))
+            if owner is not None:
+                own = owner == record.owner
+                stream.resume_header(*reader.header(snapshot, owner, layer, kind), own=own)
                 n_sealed, n_tail = divmod(max(n - state.start, 0), state.block_tokens)
-                blocks = replace(state, n_head=0)
-                tail = [
-                    reader.decode(snapshot, piece, layer, kind)
-                    for piece in pieces(record.owner, layer, kind, blocks, n, n - n_tail, n)
-                ]
-                coded, error, _ = tail[0] if tail else (None, ErrorStats.none(), "")
-                stream.resume_blocks(n_sealed, coded, error)
+                tail = list(pieces(record, layer, kind, n - n_tail, n, blocks_only=True))
+                coded, error = None, ErrorStats.none()
+                if tail:
+                    coded, error, _ = reader.decode(snapshot, tail[0], layer, kind)
+                    own = tail[0].owner == record.owner
+                stream.resume_blocks(n_sealed, coded, error, own=own)
             elif n > state.start:
-                (piece,) = pieces(record.owner, layer, kind, state, n, state.start, n)
+                (piece,) = pieces(record, layer, kind, state.start, n)
                 coded, _, dtype = reader.decode(snapshot, piece, layer, kind)
                 stream.resume_head(coded, dtype, post=record.post and kind == "k")
         n_ids = n % CHUNK_TOKENS
@@ -300,12 +337,16 @@ class SessionWriter:
         """
         if not patience[0] or sum(s.sealed_bytes for s in streams) < SPILL_BYTES:
             return
+
+        def store(transaction: Transaction) -> None:
+            self.stored(transaction)
+            for stream in streams:
+                for name, value in stream.take_sealed():
+                    if value is not None:
+                        transaction.put(name, value)
+
         try:
-            with self._backend.write(self._timeout) as transaction:
-                for stream in streams:
-                    for name, value in stream.take_sealed():
-                        if value is not None:
-                            transaction.put(name, value)
+            self._room.write(store)
         except KvError:
             patience[0] = False
             return
@@ -317,6 +358,11 @@ class SessionWriter:
         for i, at in enumerate(range(0, len(ids), CHUNK_TOKENS)):
             key = keys.tokens_key(self.record.owner, self._first_chunk + i)
             yield key, pack_ids(ids[at : at + CHUNK_TOKENS])
+
+    def _new_ids(self) -> Ids:
+        """Return the ids of the tokens that are not committed yet."""
+        ids = np.concatenate(self._ids) if self._ids else np.empty(0, np.int64)
+        return ids[max(self.record.n_tokens - self._first_chunk * CHUNK_TOKENS, 0) :]
 
     def _forget_full_chunks(self) -> None:
         if self._ids:

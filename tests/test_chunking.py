@@ -23,7 +23,7 @@ def frames(archive, name, prefixes=(keys.FRAME, keys.TAIL)):
     """Frames by layer, kind and block, without what names the owner."""
     found = {}
     with archive._read() as snapshot:
-        owner = archive._catalog.owner(snapshot, name)
+        owner = archive._catalog.id(snapshot, name)
         for prefix in prefixes:
             for key, value in snapshot.scan(keys.owner_prefix(prefix, owner)):
                 parsed = keys.parse(key)

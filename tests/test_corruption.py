@@ -38,7 +38,7 @@ def store():
 
 def owner_of(name):
     with kvstore.open("memory:corruption") as archive, archive._read() as snapshot:
-        return archive._catalog.owner(snapshot, name)
+        return archive._catalog.id(snapshot, name)
 
 
 def read_everything(out=None):
@@ -127,8 +127,8 @@ def test_archive_record(store):
     del store.items[b"A"]
     with pytest.raises(Corrupt, match="not an archive"):
         kvstore.open("memory:corruption", "a")
-    store.items[b"A"] = seal_record(b"KVA1", b'{"format":2}')
-    with pytest.raises(Unsupported, match="format 2"):
+    store.items[b"A"] = seal_record(b"KVA1", b'{"format":3}')
+    with pytest.raises(Unsupported, match="format 3"):
         kvstore.open("memory:corruption")
 
 

@@ -676,7 +676,7 @@ def test_ingest_replaces_a_session_whole(place):
             # An appender of another process would hold the lease like this.
             lease = archive._backend
             with pytest.raises(Locked):
-                lease.lease(session._reader.owner, "s")
+                lease.lease(session._id, "s")
 
 
 @pytest.mark.parametrize("fit_tokens", [0, -5, True, 2.5, "x", 1 << 20])

@@ -18,7 +18,7 @@ from kvcodecs.rope import Rope
 
 from kvstore import Model
 from kvstore.identity import MAX_LAYERS
-from kvstore.records import MAX_TOKENS
+from kvstore.session_record import MAX_TOKENS
 from kvtools.tensorfile import TensorFile
 from kvtools.terminal import listed
 

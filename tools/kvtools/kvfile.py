@@ -20,7 +20,7 @@ from kvcodecs.spec import Kind, KState, StreamSpec
 
 from kvstore import LayerSpec
 from kvstore.identity import MAX_LAYERS
-from kvstore.records import MAX_TOKENS
+from kvstore.session_record import MAX_TOKENS
 from kvtools.hints import Hints
 from kvtools.tensorfile import TensorFile
 from kvtools.tensorheader import NUMPY_DTYPES, TensorInfo

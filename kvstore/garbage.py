@@ -1,0 +1,166 @@
+"""Mark and sweep: what no session needs, and the lists that say who needs what, made anew.
+
+Nothing here is needed from day to day, since every change frees what it makes useless. Killed
+writers leave frames behind, and a damaged session what could not be told apart. FORMAT.md 5.5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvcodecs.errors import Corrupt, KvError, Locked
+
+from . import keys
+from .backend import Snapshot, Transaction
+from .identity import Model
+from .prefix import parse_entry
+from .prefix_upkeep import expected_entries
+from .records import check_archive, pack_archive
+from .session_record import SessionRecord
+from .sharing import Claim, claims_of, sweep, user_keys
+from .survey import session_names
+
+if TYPE_CHECKING:
+    from .archive import Archive
+
+
+@dataclass(slots=True)
+class Living:
+    """The sessions whose records can be read.
+
+    Attributes
+    ----------
+    records
+        Name, record and model of each.
+    all_read
+        Whether there are no others: only then is what none of them needs garbage.
+    """
+
+    records: list[tuple[str, SessionRecord, Model]] = field(default_factory=list)
+    all_read: bool = True
+
+
+def living(archive: Archive, snapshot: Snapshot) -> Living:
+    """Return all sessions, read anew."""
+    found = Living()
+    names = session_names(snapshot)
+    found.all_read = len(names) == sum(1 for _ in snapshot.scan(keys.SESSION))
+    for name in names:
+        try:
+            record = archive._catalog.record(snapshot, name, fresh=True)
+            model = archive._catalog.model(snapshot, record.model, fresh=True)
+            found.records.append((name, record, model))
+        except KvError:
+            found.all_read = False
+    return found
+
+
+def collect_garbage(archive: Archive) -> int:
+    """Remove what no session needs; return its bytes. See `Archive.gc`."""
+
+    def work(transaction: Transaction) -> int:
+        alive = living(archive, transaction)
+        claims, appenders = _marks(alive)
+        n_bytes = 0
+        for owner in _owners(transaction):
+            if owner not in claims and not alive.all_read:
+                continue  # it may be a damaged session's
+            session, name = appenders.get(owner, (owner, f"{owner:016x}"))
+            try:
+                lease = archive._backend.lease(session, name)
+            except Locked:
+                continue  # somebody is appending, or storing a session not yet published
+            try:
+                n_bytes += sweep(transaction, owner, claims.get(owner, []))
+            finally:
+                lease.release()
+        if alive.all_read:
+            n_bytes += _sweep_lists(transaction, alive)
+        return n_bytes
+
+    return archive._room.write(work)
+
+
+def rebuild_index(archive: Archive) -> tuple[int, list[KvError]]:
+    """Make the lists of users and the prefix index anew. See `Archive.reindex`."""
+
+    def work(transaction: Transaction) -> tuple[int, list[KvError]]:
+        alive = living(archive, transaction)
+        errors: list[KvError] = []
+        wanted = dict(_wanted_users(alive))
+        pairs = [(record, model) for _, record, model in alive.records]
+        entries = expected_entries(
+            transaction, pairs, archive.path, lambda _, error: errors.append(error)
+        )
+        wanted.update(dict.fromkeys(entries, b""))
+        stored = [key for prefix in (keys.USER, keys.PREFIX) for key, _ in transaction.scan(prefix)]
+        for key in stored:
+            # What a session needs that cannot be read is not known: its lists stay.
+            if key not in wanted and alive.all_read:
+                transaction.delete(key)
+        for key, value in sorted(wanted.items()):
+            transaction.put(key, value)
+        about = transaction.get(keys.ARCHIVE)
+        if about is not None:
+            transaction.put(keys.ARCHIVE, pack_archive(check_archive(about, archive.path)))
+        return sum(key[:1] == keys.PREFIX for key in wanted), errors
+
+    return archive._room.write(work)
+
+
+def _wanted_users(alive: Living) -> Iterator[tuple[bytes, bytes]]:
+    for name, record, model in alive.records:
+        for key in user_keys(record, model):
+            yield key, name.encode("utf-8")
+
+
+def _marks(alive: Living) -> tuple[dict[int, list[Claim]], dict[int, tuple[int, str]]]:
+    """Return the claims on every owner, and whose appender stores under it."""
+    claims: dict[int, list[Claim]] = {}
+    appenders = {}
+    for name, record, _ in alive.records:
+        appenders[record.owner] = record.id, name
+        for owner, claim in claims_of(record).items():
+            claims.setdefault(owner, []).append(claim)
+    return claims, appenders
+
+
+def _sweep_lists(transaction: Transaction, alive: Living) -> int:
+    """Remove models, users and entries of the index that belong to no session."""
+    models = {record.model for _, record, _ in alive.records}
+    users = dict(_wanted_users(alive))
+    owners = {keys.parse(key).owner for key in users}
+    unused = [
+        (key, value.nbytes)
+        for key, value in transaction.scan(keys.IDENTITY)
+        if key[1:] not in models
+    ]
+    unused += [
+        (key, value.nbytes) for key, value in transaction.scan(keys.USER) if key not in users
+    ]
+    for key, value in transaction.scan(keys.PREFIX):
+        try:
+            _, _, owner = parse_entry(key)
+        except Corrupt:
+            unused.append((key, value.nbytes))
+            continue
+        if owner not in owners:
+            unused.append((key, value.nbytes))
+    for key, _ in unused:
+        transaction.delete(key)
+    return sum(size for _, size in unused)
+
+
+def _owners(snapshot: Snapshot) -> list[int]:
+    found = set()
+    for prefix in keys.OWNED:
+        for key, _ in snapshot.scan(prefix):
+            try:
+                owner = keys.parse(key).owner
+            except Corrupt:
+                continue  # `verify` reports it
+            if owner is not None:
+                found.add(owner)
+    return sorted(found)

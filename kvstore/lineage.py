@@ -1,0 +1,181 @@
+"""What changes a session's tokens without appending: fork, roll back, trim at the front.
+
+None of them copies or codes a frame. A fork names its parent's owner for the tokens it shares; a
+rollback is a fork in place, with a new owner for what comes next, so that what an owner has
+committed for a token never changes. FORMAT.md section 4.3.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from kvcodecs.errors import InvalidArgument
+
+from . import keys
+from .backend import Snapshot, Transaction
+from .catalog import Catalog
+from .session_record import Part, SessionRecord, StreamName, StreamState
+from .sharing import claims_of, pruned, put_record
+from .spans import header_of
+
+
+def fork(
+    transaction: Transaction,
+    catalog: Catalog,
+    record: SessionRecord,
+    name: str,
+    at: int | None,
+    session: int,
+    metadata: Mapping[str, Any],
+    replaces: int | None,
+    where: str,
+) -> None:
+    """Publish a session that shares the first `at` tokens of `record`.
+
+    Parameters
+    ----------
+    session
+        Id of the new session.
+    replaces
+        As for `Catalog.publish`.
+    where
+        The parent, for messages.
+    """
+    at = record.n_tokens if at is None else at
+    new, values = cut(transaction, record, at, session, where)
+    now = int(time.time())
+    new = replace(
+        new,
+        id=session,
+        n_rollbacks=0,
+        pinned=False,
+        created=now,
+        updated=now,
+        metadata=metadata,
+    )
+    model = catalog.model(transaction, record.model)
+    catalog.publish(transaction, name, new, model, values, replaces)
+
+
+def roll_back(
+    transaction: Transaction,
+    catalog: Catalog,
+    name: str,
+    record: SessionRecord,
+    n_tokens: int,
+    owner: int,
+    where: str,
+) -> None:
+    """Take back the committed tokens from `n_tokens` on; `owner` is new."""
+    new, values = cut(transaction, record, n_tokens, owner, where)
+    for key, value in values.items():
+        transaction.put(key, value)
+    new = replace(new, n_rollbacks=record.n_rollbacks + 1, updated=int(time.time()))
+    put_record(transaction, catalog, name, record, new, shrunk=claims_of(record))
+
+
+def trim_front(
+    transaction: Transaction,
+    catalog: Catalog,
+    name: str,
+    record: SessionRecord,
+    first: int,
+    where: str,
+) -> None:
+    """Drop the blocks that lie wholly before position `first`; nothing before it can be read."""
+    if not 0 <= first <= record.n_tokens:
+        raise InvalidArgument(f"{where}: trim at {first}: {record.n_tokens} tokens are committed")
+    if first > record.first:
+        new = pruned(replace(record, first=first))
+        put_record(transaction, catalog, name, record, new, shrunk=claims_of(record))
+
+
+def cut(
+    snapshot: Snapshot, record: SessionRecord, at: int, owner: int, where: str
+) -> tuple[SessionRecord, dict[bytes, bytes]]:
+    """Return the record of the first `at` tokens with a new owner, and what to store with it."""
+    if isinstance(at, bool) or not isinstance(at, int) or not 0 <= at <= record.n_tokens:
+        raise InvalidArgument(
+            f"{where}: cut at {at!r}: {record.n_tokens} tokens are committed; commit first what "
+            "was appended"
+        )
+    least = max(record.first, *(state.start for state in record.streams.values()))
+    if at < least and record.n_tokens >= least:
+        raise InvalidArgument(
+            f"{where}: cut at {at}: layers begin at token {least}, after a trim or by their window"
+        )
+    parts = _parts(record, at)
+    values = _headers(snapshot, record, owner) if at == 0 else {}
+    streams = {
+        name: StreamState(state.block_tokens, state.start if at else 0, has_header=bool(values))
+        for name, state in record.streams.items()
+    }
+    id_parts = [(other, min(stop, at)) for other, stop in _with_begins(record.id_parts, at)]
+    id_begin = record.id_parts[-1][1] if record.id_parts else 0
+    if id_begin < at:
+        id_parts.append((record.owner, at))
+    faithful = record.n_faithful
+    new = replace(
+        record,
+        owner=owner,
+        n_tokens=at,
+        streams=streams,
+        parts=parts,
+        id_parts=tuple(id_parts),
+        n_faithful=faithful if faithful is not None and faithful < at else None,
+        has_ids=record.has_ids and at > 0,
+    )
+    return pruned(new), values
+
+
+def _with_begins(rows: tuple[tuple[int, int], ...], at: int) -> list[tuple[int, int]]:
+    """Return the rows that begin before `at`; each begins where the one before ends."""
+    found, begin = [], 0
+    for owner, stop in rows:
+        if begin < at:
+            found.append((owner, stop))
+        begin = stop
+    return found
+
+
+def _parts(record: SessionRecord, at: int) -> tuple[Part, ...]:
+    parts, begin = [], 0
+    for part in record.parts:
+        if begin < at:
+            parts.append(_clipped(part, record.streams, at))
+        begin = part.stop
+    if begin < at:
+        own = Part(
+            owner=record.owner,
+            stop=at,
+            offset=0,
+            heads={name: state.n_head for name, state in record.streams.items()},
+            starts={name: state.start for name, state in record.streams.items()},
+        )
+        parts.append(_clipped(own, record.streams, at))
+    return tuple(parts)
+
+
+def _clipped(part: Part, streams: Mapping[StreamName, StreamState], at: int) -> Part:
+    heads = {
+        name: min(part.heads[name], max(at - state.start, 0)) for name, state in streams.items()
+    }
+    return replace(part, stop=min(part.stop, at), heads=heads)
+
+
+def _headers(snapshot: Snapshot, record: SessionRecord, owner: int) -> dict[bytes, bytes]:
+    """Return the stream headers under a new owner, if there are all of them: a session that
+    begins anew keeps the statistics."""
+    values = {}
+    for layer, kind in record.streams:
+        source = header_of(record, (layer, kind))
+        if source is None:
+            return {}
+        value = snapshot.get(keys.stream_key(keys.HEADER, source, layer, kind))
+        if value is None:
+            return {}
+        values[keys.stream_key(keys.HEADER, owner, layer, kind)] = bytes(value)
+    return values
