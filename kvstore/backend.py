@@ -245,6 +245,18 @@ class Backend(Protocol):
         """
         ...
 
+    def note_use(self, session_id: int) -> None:
+        """Note that a session is used now; mode "r" may, and nothing is raised.
+
+        LMDB: appended to the advisory file ``uses``, unless the same session was noted last, less
+        than a second ago. Lost where the directory cannot be written.
+        """
+        ...
+
+    def last_uses(self) -> dict[int, int]:
+        """Return nanoseconds since 1970 of the last use of each session that is known."""
+        ...
+
     def close(self) -> None:
         """Let go of everything; a second call does nothing."""
         ...

@@ -401,6 +401,28 @@ class BackendSuite:
         with pytest.raises(InvalidArgument, match="expected a string or a path"):
             open_backend(b"bytes", "a")
 
+    def test_last_uses(self, backend, place):
+        assert backend.last_uses() == {}
+        began = time.time_ns()
+        reader = open_backend(place, "r")
+        for use in (backend, reader):
+            for session in (5, 1 << 63, 5):
+                use.note_use(session)
+        uses = reader.last_uses()
+        assert uses == backend.last_uses()
+        assert uses.keys() == {5, 1 << 63}
+        assert began <= uses[1 << 63] <= uses[5] <= time.time_ns()
+        reader.close()
+        backend.note_use(1 << 63)
+        assert backend.last_uses()[1 << 63] > uses[5]
+        backend.close()
+        backend.note_use(7)
+        with pytest.raises(Closed):
+            backend.last_uses()
+        again = open_backend(place, "r")
+        assert again.last_uses().keys() == {5, 1 << 63}
+        again.close()
+
 
 class TestMemory(BackendSuite):
     @pytest.fixture

@@ -8,6 +8,7 @@ from typing import Final
 
 from kvcodecs.errors import Full, InvalidArgument, NotFound, Truncated
 
+from ..last_use import FOLDED_FILE, USES_FILE
 from ..lease import LEASE_DIRECTORY
 
 DATA_FILE: Final = "data.mdb"
@@ -15,6 +16,8 @@ LOCK_FILE: Final = "lock.mdb"
 MAX_READERS: Final = 1022
 #: Length of LMDB's lock file: 64 bytes for each reader, and two more lines of 64.
 LOCK_BYTES: Final = 64 * (MAX_READERS + 2)
+#: What may be there where an archive begins.
+NO_DATA: Final = frozenset((LOCK_FILE, LEASE_DIRECTORY, USES_FILE, FOLDED_FILE))
 NO_SPACE: Final = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 
 
@@ -51,7 +54,7 @@ def check_directory(path: str, create: bool, shown: str, *, is_open: bool) -> No
         raise kind(f"{shown}: {error.strerror}") from error
     if not create:
         raise NotFound(f"{shown}: no archive in this directory ({DATA_FILE} is missing)")
-    if names - {LOCK_FILE, LEASE_DIRECTORY}:
+    if names - NO_DATA:
         raise InvalidArgument(f"{shown}: neither an archive nor an empty directory")
 
 

@@ -30,6 +30,7 @@ from ..backend import (
     check_seconds,
     expired,
 )
+from ..last_use import UseLog
 from ..lease import FileLease, take_file_lease
 from ._environment import Environment, acquire, keep_for_ever, release
 from ._errors import translate
@@ -220,7 +221,7 @@ class _Writer(threading.Thread):
 
 
 class LmdbBackend:
-    """An archive directory with ``data.mdb``, ``lock.mdb`` and ``leases/``.
+    """An archive directory with ``data.mdb``, ``lock.mdb``, ``leases/`` and ``uses``.
 
     Parameters
     ----------
@@ -248,6 +249,7 @@ class LmdbBackend:
         self._environment = acquire(
             self._directory, create=mode == "a", map_size=map_size, shown=path
         )
+        self._uses = UseLog(self._directory)
         # Runs once: on `close`, or when an archive that was never closed is collected.
         self._release = weakref.finalize(self, release, self._environment)
 
@@ -373,8 +375,16 @@ class LmdbBackend:
         environment.reclaimed = last + again
         return environment.has_reader_before(last + again)
 
+    def note_use(self, session_id: int) -> None:
+        self._uses.note(session_id)
+
+    def last_uses(self) -> dict[int, int]:
+        self._check_open()
+        return self._uses.latest()
+
     def close(self) -> None:
         self._closed = True
+        self._uses.close()
         self._release()
 
     def _check_open(self) -> None:

@@ -51,6 +51,7 @@ class _Store:
         #: Version and start of each snapshot that is open.
         self.snapshots: dict[int, tuple[int, float]] = {}
         self.writer = threading.Lock()
+        self.uses: dict[int, int] = {}
         self.leases: set[int] = set()
         # Reentrant: the garbage collector may release a lease while another one is being taken.
         self.lease_lock = ForkLock()
@@ -270,6 +271,14 @@ class MemoryBackend:
         with self.write(timeout):
             pass  # nothing waits to be freed; the same errors as elsewhere
         return any(reader.n_behind for reader in self.readers())
+
+    def note_use(self, session_id: int) -> None:
+        if not self._closed:
+            self._store.uses[session_id] = time.time_ns()
+
+    def last_uses(self) -> dict[int, int]:
+        self._check_open()
+        return self._store.uses.copy()
 
     def close(self) -> None:
         self._closed = True
