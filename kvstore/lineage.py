@@ -107,7 +107,7 @@ def cut(
         raise InvalidArgument(
             f"{where}: cut at {at}: layers begin at token {least}, after a trim or by their window"
         )
-    parts = _parts(record, at)
+    parts = parts_until(record, at)
     values = _headers(snapshot, record, owner) if at == 0 else {}
     streams = {
         name: StreamState(state.block_tokens, state.start if at else 0, has_header=bool(values))
@@ -141,7 +141,8 @@ def _with_begins(rows: tuple[tuple[int, int], ...], at: int) -> list[tuple[int, 
     return found
 
 
-def _parts(record: SessionRecord, at: int) -> tuple[Part, ...]:
+def parts_until(record: SessionRecord, at: int) -> tuple[Part, ...]:
+    """Return the parts of the first `at` tokens, the session's own among them."""
     parts, begin = [], 0
     for part in record.parts:
         if begin < at:

@@ -16,7 +16,7 @@ from .identity import Model
 from .prefix import HASH_TOKENS, Chain, changes, entry_keys
 from .session_record import SessionRecord
 from .token_ids import Ids, read_ids
-from .users import is_prefix, users_of
+from .users import indexed, is_prefix, users_of
 
 if TYPE_CHECKING:
     from .catalog import Catalog
@@ -58,7 +58,8 @@ class PrefixKeys:
         else:
             chain = self._chain.copy()
         removed, added = changes(chain, ids[: max(faithful - n_before, 0)], record.owner)
-        if known is not None and begin < min(n_before, faithful) and not _has_own_ids(stored):
+        own_before = any(owner == record.owner for owner, _, _ in indexed(stored))
+        if known is not None and begin < min(n_before, faithful) and not own_before:
             # The first commit of a fork: it may serve tokens now that its parent served.
             first = begin // HASH_TOKENS
             stop = min(n_before, faithful)
@@ -80,11 +81,6 @@ def owned_ids(record: SessionRecord) -> tuple[int, int]:
     """Return the range of tokens whose entries are of the session's own owner."""
     begin = record.id_parts[-1][1] if record.id_parts else 0
     return begin, record.n_faithful_tokens
-
-
-def _has_own_ids(record: SessionRecord) -> bool:
-    begin, _ = owned_ids(record)
-    return record.n_tokens > begin
 
 
 def add_entries(transaction: Transaction, record: SessionRecord, model: Model, ids: Ids) -> None:
@@ -112,7 +108,7 @@ def unindex(
     """
     if not is_prefix(record, model):
         return
-    ends = {owner: stop for owner, _, stop in _indexed(record)}
+    ends = {owner: stop for owner, _, stop in indexed(record)}
     todo = [(owner, ends[owner], _kept(transaction, owner)) for owner in owners if owner in ends]
     todo = [(owner, stop, kept) for owner, stop, kept in todo if kept < stop]
     if not todo:
@@ -147,7 +143,7 @@ def expected_entries(
     for record, model in records:
         if not is_prefix(record, model):
             continue
-        for owner, begin, stop in _indexed(record):
+        for owner, begin, stop in indexed(record):
             known = widest.get(owner)
             if known is None or stop > known[1]:
                 widest[owner] = (min(begin, known[0]) if known else begin, stop, record, model)
@@ -164,16 +160,6 @@ def expected_entries(
         first = begin // HASH_TOKENS
         tail = ids[first * HASH_TOKENS :]
         yield from entry_keys(chain.hashes[first:], tail, begin, stop, owner, first)
-
-
-def _indexed(record: SessionRecord) -> Iterator[tuple[int, int, int]]:
-    """Yield (owner, begin, stop) of the tokens that a session's owners have entries for."""
-    begin = 0
-    for owner, stop in (*record.id_parts, (record.owner, record.n_tokens)):
-        stop = min(stop, record.n_faithful_tokens)
-        if begin < stop:
-            yield owner, begin, stop
-        begin = max(begin, stop)
 
 
 def _kept(snapshot: Snapshot, owner: int) -> int:

@@ -7,18 +7,23 @@ positions. The rest is decoded and coded again. FORMAT.md section 4.3.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from kvcodecs.errors import IdentityMismatch, InvalidArgument
+from kvcodecs.errors import InvalidArgument
 
 from . import keys
-from .backend import Snapshot
+from .backend import Snapshot, Transaction
 from .identity import check_identity
-from .session_record import Part, SessionRecord
-from .spans import Span, head_of, header_of, spans_of
-from .token_ids import Ids
+from .lineage import parts_until
+from .session_record import Part, SessionRecord, StreamState
+from .sharing import claims_of, put_record
+from .spans import head_of, header_of
+from .token_ids import CHUNK_TOKENS, pack_ids, read_ids
+from .writer import PASS_TOKENS, SessionWriter
 
 if TYPE_CHECKING:
     from .session import Session
@@ -42,3 +47,213 @@ class AppendedRange:
     n_tokens: int
     n_shared: int
     max_error: float
+
+
+def append_range(session: Session, source: Session, start: int, stop: int) -> AppendedRange:
+    """Append committed tokens ``[start, stop)`` of `source`, and commit.
+
+    The KV stays what it was in the source's context, so prompts match the session only up to
+    where the range begins.
+
+    Blocks are shared from the first token on if, in every stream, both sessions have the same
+    block size, and the range and its new place begin where a block does, after the source's raw
+    head. Whatever is left, to a fraction of the largest block or all, is decoded and coded again.
+
+    Parameters
+    ----------
+    session
+        Must have no other appender; what was appended to it before is committed first.
+    source
+        A session of an equal model; of another archive nothing is shared.
+    start, stop
+        Positions in `source`.
+
+    Raises
+    ------
+    IdentityMismatch
+        The models differ.
+    InvalidArgument
+        Not a range of what is committed, before what was trimmed or what a windowed layer begins
+        with; one session has token ids and the other has none; a value is beyond this
+        session's step.
+    Locked, Full
+        See `Session.commit`. Shared blocks are committed before the others: `n_committed` says
+        what is there.
+    """
+    with session._lock:
+        writer = session._appender()
+        check_identity(source.model, session.model, source._where)
+        writer.commit()
+        n_before = writer.n_tokens
+        with source._archive._read() as snapshot:
+            _check(source._record(snapshot), start, stop, source._where)
+        n_shared = 0
+        if start < stop:
+            n_shared = _share(session, writer, source, start, stop)
+            session._writer = writer = _reopened(session, writer)
+        try:
+            for lo in range(start + n_shared, stop, PASS_TOKENS):
+                _copy(writer, source, lo, min(lo + PASS_TOKENS, stop))
+            writer.commit()
+        except BaseException:
+            session._writer = _reopened(session, writer)  # without the tokens not committed
+            raise
+    error = _largest_error(session, source, start + n_shared, stop, n_before - start)
+    return AppendedRange(stop - start, n_shared, error)
+
+
+def _reopened(session: Session, writer: SessionWriter) -> SessionWriter:
+    return session._archive._writer(session.name, session._id, session._reader, writer.lease)
+
+
+def _check(record: SessionRecord, start: int, stop: int, where: str) -> None:
+    least = max(record.first, *(state.start for state in record.streams.values()))
+    numbers = all(isinstance(n, int) and not isinstance(n, bool) for n in (start, stop))
+    if not numbers or not 0 <= start <= stop <= record.n_tokens:
+        raise InvalidArgument(
+            f"{where}: range [{start}, {stop}): {record.n_tokens} tokens are committed"
+        )
+    if start < min(least, stop):
+        raise InvalidArgument(f"{where}: range [{start}, {stop}): layers begin at token {least}")
+
+
+def _share(session: Session, writer: SessionWriter, source: Session, start: int, stop: int) -> int:
+    """Take over the source's whole blocks, if they lie alike; return their tokens."""
+    archive = session._archive
+    owner = archive.new_owner()
+
+    def work(transaction: Transaction) -> int:
+        here = writer.stored(transaction)
+        n_shared = 0
+        # From here on the KV is not that of the session's own tokens.
+        new = replace(here, n_faithful=here.n_faithful_tokens)
+        if source._archive is archive:
+            there = archive._catalog.record(transaction, source.name, source._id)
+            _check(there, start, stop, source._where)
+            n_shared = _n_alike(here, there, start, stop)
+        if n_shared:
+            new = _with_range(here, there, start, start + n_shared, owner)
+            for key, value in _headers(transaction, here, there, owner):
+                transaction.put(key, value)
+            for key, value in _ids(transaction, here, there, new, start, session._where):
+                transaction.put(key, value)
+        shrunk = claims_of(here)
+        put_record(transaction, archive._catalog, session.name, here, new, shrunk=shrunk)
+        return n_shared
+
+    return archive._room.write(work)
+
+
+def _n_alike(here: SessionRecord, there: SessionRecord, start: int, stop: int) -> int:
+    """Return how many tokens from `start` are in blocks that can be shared."""
+    at, sizes = here.n_tokens, []
+    if at and here.has_ids != there.has_ids:
+        return 0  # the append that follows says what is wrong
+    for stream, mine in here.streams.items():
+        theirs = there.streams[stream]
+        head = head_of(there, stream)
+        begin = theirs.start + (0 if head is None else head.n_tokens)
+        alike = mine.block_tokens == theirs.block_tokens and start >= begin
+        # Tokens that are in the raw head alone have to be coded with those that follow.
+        raw = at > mine.start and header_of(here, stream) is None
+        aligned = (at - mine.start) % mine.block_tokens == 0
+        if not alike or raw or not aligned or (start - theirs.start) % theirs.block_tokens:
+            return 0
+        sizes.append(mine.block_tokens)
+    size = math.lcm(*sizes)
+    return (stop - start) // size * size
+
+
+def _with_range(
+    here: SessionRecord, there: SessionRecord, start: int, stop: int, owner: int
+) -> SessionRecord:
+    """Return the record with the source's tokens at its end and a new owner for what follows."""
+    at = here.n_tokens
+    shift = at - start
+    none = dict.fromkeys(here.streams, 0)
+    taken, begin = [], 0
+    for part in parts_until(there, stop):
+        if part.stop > start:
+            taken.append(
+                Part(part.owner, part.stop + shift, part.offset + shift, none, part.starts)
+            )
+        begin = part.stop
+    return replace(
+        here,
+        owner=owner,
+        n_tokens=begin + shift,
+        codecs=here.codecs if at else there.codecs,
+        streams={
+            name: StreamState(state.block_tokens, state.start, has_header=True)
+            for name, state in here.streams.items()
+        },
+        parts=(*parts_until(here, at), *taken),
+        id_parts=tuple(_id_parts(here)),
+        n_faithful=here.n_faithful_tokens,
+        has_ids=here.has_ids if at else there.has_ids,
+        post=here.post or there.post,
+    )
+
+
+def _id_parts(record: SessionRecord) -> Iterator[tuple[int, int]]:
+    yield from record.id_parts
+    begin = record.id_parts[-1][1] if record.id_parts else 0
+    if begin < record.n_tokens:
+        yield record.owner, record.n_tokens
+
+
+def _headers(
+    snapshot: Snapshot, here: SessionRecord, there: SessionRecord, owner: int
+) -> Iterator[tuple[bytes, bytes]]:
+    """Yield the headers that the session goes on with: its own, or the source's for a new one."""
+    for layer, kind in here.streams:
+        source = header_of(here, (layer, kind))
+        if source is None:
+            source = header_of(there, (layer, kind)) or there.owner
+        value = snapshot.get(keys.stream_key(keys.HEADER, source, layer, kind))
+        if value is not None:  # its loss shows where it is read
+            yield keys.stream_key(keys.HEADER, owner, layer, kind), bytes(value)
+
+
+def _ids(
+    snapshot: Snapshot,
+    here: SessionRecord,
+    there: SessionRecord,
+    new: SessionRecord,
+    start: int,
+    where: str,
+) -> Iterator[tuple[bytes, bytes]]:
+    if not new.has_ids:
+        return
+    at, n = here.n_tokens, new.n_tokens
+    first = at // CHUNK_TOKENS * CHUNK_TOKENS
+    before = read_ids(snapshot, here, first, at, where) if at > first else None
+    taken = read_ids(snapshot, there, start, start + n - at, where)
+    ids = taken if before is None else np.concatenate([before, taken])
+    for lo in range(0, len(ids), CHUNK_TOKENS):
+        key = keys.tokens_key(new.owner, (first + lo) // CHUNK_TOKENS)
+        yield key, pack_ids(ids[lo : lo + CHUNK_TOKENS])
+
+
+def _copy(writer: SessionWriter, source: Session, start: int, stop: int) -> None:
+    """Append decoded tokens of the source."""
+    k, v = source.read_all(start, stop, dtype="float32")
+    ids = source.token_ids(start, stop)
+    writer.append(k, v, "pre", ids, None, None)
+
+
+def _largest_error(session: Session, source: Session, start: int, stop: int, shift: int) -> float:
+    """Return the largest difference between the source's values and the session's."""
+    largest = 0.0
+    for lo in range(start, stop, PASS_TOKENS):
+        hi = min(lo + PASS_TOKENS, stop)
+        theirs = source.read_all(lo, hi, dtype="float32")
+        mine = session.read_all(lo + shift, hi + shift, dtype="float32")
+        for a, b in zip(_tensors(theirs), _tensors(mine), strict=True):
+            largest = max(largest, float(np.max(np.abs(a - b), initial=0.0)))
+    return largest
+
+
+def _tensors(kv: tuple[Any, Any]) -> Iterator[Any]:
+    for tensors in kv:
+        yield from (x for x in tensors if x is not None)

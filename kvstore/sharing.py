@@ -20,7 +20,7 @@ from .prefix_upkeep import unindex
 from .session_record import SessionRecord, StreamName
 from .spans import head_of, id_spans, spans_of
 from .token_ids import CHUNK_TOKENS
-from .users import is_prefix, users_of
+from .users import indexed, is_prefix, users_of
 
 if TYPE_CHECKING:
     from .catalog import Catalog
@@ -124,7 +124,7 @@ def owned_by(snapshot: Snapshot, owner: int) -> Iterator[tuple[bytes, memoryview
 def user_keys(record: SessionRecord, model: Model) -> set[bytes]:
     """Return the keys that name a session as user."""
     serves = is_prefix(record, model)
-    stops = {owner: stop for owner, stop in record.id_parts if stop <= record.n_faithful_tokens}
+    stops = {owner: stop for owner, _, stop in indexed(record)}
     found = set()
     for owner in claims_of(record):
         until = keys.FOR_EVER if owner == record.owner else stops.get(owner, 0)

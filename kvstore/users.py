@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from kvcodecs.errors import Corrupt
@@ -52,3 +53,13 @@ def usable_from(record: SessionRecord, model: Model) -> int | None:
                 return None
             least = max(least, state.start + window)
     return least
+
+
+def indexed(record: SessionRecord) -> Iterator[tuple[int, int, int]]:
+    """Yield (owner, begin, stop) of the tokens that a session's owners have entries for."""
+    begin = 0
+    for owner, stop in (*record.id_parts, (record.owner, record.n_tokens)):
+        stop = min(stop, record.n_faithful_tokens)
+        if begin < stop:
+            yield owner, begin, stop
+        begin = max(begin, stop)

@@ -148,6 +148,7 @@ class SessionWriter:
                 parts=stored.parts,
                 id_parts=stored.id_parts,
                 first=stored.first,
+                n_faithful=stored.n_faithful,
                 pinned=stored.pinned,
                 metadata=stored.metadata,
             )
