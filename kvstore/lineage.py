@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from kvcodecs.errors import InvalidArgument
 
 from . import keys
@@ -44,6 +45,8 @@ def fork(
     where
         The parent, for messages.
     """
+    if replaces == record.id:
+        raise InvalidArgument(f"{where}: a fork cannot replace its parent; use truncate")
     at = record.n_tokens if at is None else at
     new, values = cut(transaction, record, at, session, where)
     now = int(time.time())
@@ -86,20 +89,29 @@ def trim_front(
     where: str,
 ) -> None:
     """Drop the blocks that lie wholly before position `first`; nothing before it can be read."""
-    if not 0 <= first <= record.n_tokens:
+    first = check_position(first, f"{where}: trim")
+    if first > record.n_tokens:
         raise InvalidArgument(f"{where}: trim at {first}: {record.n_tokens} tokens are committed")
     if first > record.first:
         new = pruned(replace(record, first=first))
         put_record(transaction, catalog, name, record, new, shrunk=claims_of(record))
 
 
+def check_position(position: object, what: str) -> int:
+    """Return a position among a session's tokens as Python's own integer, which JSON takes."""
+    if isinstance(position, bool) or not isinstance(position, int | np.integer) or position < 0:
+        raise InvalidArgument(f"{what} at {position!r}: expected a number of tokens")
+    return int(position)
+
+
 def cut(
     snapshot: Snapshot, record: SessionRecord, at: int, owner: int, where: str
 ) -> tuple[SessionRecord, dict[bytes, bytes]]:
     """Return the record of the first `at` tokens with a new owner, and what to store with it."""
-    if isinstance(at, bool) or not isinstance(at, int) or not 0 <= at <= record.n_tokens:
+    at = check_position(at, f"{where}: cut")
+    if at > record.n_tokens:
         raise InvalidArgument(
-            f"{where}: cut at {at!r}: {record.n_tokens} tokens are committed; commit first what "
+            f"{where}: cut at {at}: {record.n_tokens} tokens are committed; commit first what "
             "was appended"
         )
     least = max(record.first, *(state.start for state in record.streams.values()))
