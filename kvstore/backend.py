@@ -73,7 +73,28 @@ class ReaderInfo:
 
 
 class Lease(Protocol):
-    """Exclusive right to append to one session; ends with `release` or with the process."""
+    """Exclusive right to append to one session; ends with `release` or with the process.
+
+    One that was taken with `expires` is lost as well when it was not renewed for so long and
+    another appender wants it. Its holder therefore calls `check` inside each write transaction
+    on the session, before the first change, and `renew` in between while it does anything else.
+    """
+
+    def check(self) -> None:
+        """Make sure that the lease is still held, and renew it.
+
+        Raises
+        ------
+        Locked
+            It expired, and another appender took it.
+        Closed
+            It was given back.
+        """
+        ...
+
+    def renew(self) -> None:
+        """Show a sign of life; costs next to nothing more often than once a second."""
+        ...
 
     def release(self) -> None:
         """Give the lease back; a second call does nothing."""
@@ -186,10 +207,29 @@ class Backend(Protocol):
         """
         ...
 
-    def lease(self, owner: int, name: str) -> Lease:
+    def lease(
+        self, owner: int, name: str, *, expires: float | None = None, timeout: float = 10.0
+    ) -> Lease:
         """Take the lease of the streams of `owner`, at once or not at all.
 
-        `name` is the session's, for the message of `Locked`.
+        Parameters
+        ----------
+        name
+            The session's, for the message of `Locked`.
+        expires
+            Seconds without `Lease.renew` or `Lease.check` after which another appender may take
+            the lease. Given it, this call may also take over a lease that has expired; that
+            happens inside a write transaction, the one that the caller's thread has open, or one
+            of its own. What the caller knows of the session from before is out of date then:
+            read its record again after this call. With None the lease never expires, and
+            nothing is taken over.
+        timeout
+            How long to wait for that write transaction.
+
+        Raises
+        ------
+        Locked
+            There is an appender whose lease has not expired, or no write transaction in time.
         """
         ...
 

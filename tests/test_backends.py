@@ -178,6 +178,83 @@ class BackendSuite:
         again.release()
         other.close()
 
+    def test_a_lease_that_expired_is_taken_over(self, backend, place):
+        other = open_backend(place, "a")
+        lease = backend.lease(7, "s", expires=0.1)
+        with pytest.raises(Locked):
+            other.lease(7, "s", expires=5.0)  # not expired yet
+        time.sleep(0.15)
+        with pytest.raises(Locked, match="already has an appender"):
+            other.lease(7, "s")  # whoever has no expiry takes nothing over
+        lease.check()
+        with pytest.raises(Locked):
+            other.lease(7, "s", expires=5.0)  # the check has renewed it
+        time.sleep(0.15)
+        taken = other.lease(7, "s", expires=5.0)
+        for _ in range(2):
+            with pytest.raises(Locked, match=r"lease of session 's' expired.*n_committed"):
+                lease.check()
+        lease.renew()
+        lease.release()  # is not the other's
+        with pytest.raises(Closed, match="given back"):
+            lease.check()
+        taken.check()
+        with pytest.raises(Locked):
+            backend.lease(7, "s", expires=5.0)
+        taken.release()
+        again = backend.lease(7, "s")
+        again.check()
+        again.renew()
+        again.release()
+        other.close()
+
+    def test_a_lease_without_expiry_is_never_taken_over(self, backend):
+        lease = backend.lease(7, "s")
+        time.sleep(0.02)
+        with pytest.raises(Locked):
+            backend.lease(7, "s", expires=0.001)
+        lease.check()
+        lease.release()
+        for seconds in (0, -1, "1", True, float("nan")):
+            with pytest.raises(InvalidArgument, match="expires"):
+                backend.lease(7, "s", expires=seconds)
+
+    def test_taking_over_waits_for_the_holders_transaction(self, backend, place):
+        other = open_backend(place, "a")
+        lease, entered, done = (
+            backend.lease(7, "s", expires=0.05),
+            *(threading.Event() for _ in range(2)),
+        )
+
+        def hold():
+            with backend.write(1.0) as txn:
+                lease.check()
+                entered.set()
+                done.wait()
+                txn.put(b"a", b"1")
+
+        thread = threading.Thread(target=hold)
+        thread.start()
+        entered.wait()
+        time.sleep(0.1)
+        with pytest.raises(Locked, match="another writer"):
+            other.lease(7, "s", expires=0.05, timeout=0.02)
+        threading.Timer(0.05, done.set).start()
+        taken = other.lease(7, "s", expires=0.05, timeout=10.0)
+        thread.join()
+        assert self.get(other, "a") == b"1"
+        # In the taker's own transaction it needs no other.
+        time.sleep(0.1)
+        with backend.write(1.0):
+            again = backend.lease(7, "s", expires=0.05)
+            with pytest.raises(Locked):
+                taken.check()
+            again.check()
+        again.release()
+        taken.release()
+        lease.release()
+        other.close()
+
     def test_reopen(self, backend, place):
         self.put(backend, a=b"1")
         backend.close()

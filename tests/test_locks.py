@@ -14,6 +14,7 @@ import pytest
 
 import kvstore
 from kvstore import Model, Raw
+from kvstore.backend import open_backend
 
 MODEL = Model.uniform(name="m", n_layers=1, n_kv_heads=1, head_dim=4)
 
@@ -218,6 +219,130 @@ with kvstore.open(sys.argv[1], "a", lock_timeout=60) as archive:
         assert [child.returncode for child in children] == [0, 0]
         assert [archive.session(name).n_committed for name in ("s", "t")] == [60, 60]
         assert archive.verify().ok
+
+
+HOLDER_OF_EXPIRING_LEASE = """
+import sys
+from kvcodecs.errors import Locked
+from kvstore.backend import open_backend
+backend = open_backend(sys.argv[1], "a")
+lease = backend.lease(7, "s", expires=0.3)
+with backend.write(1.0) as txn:
+    lease.check()
+    txn.put(b"a", b"mine")
+print("held", flush=True)
+sys.stdin.readline()
+try:
+    with backend.write(1.0) as txn:
+        lease.check()
+        txn.put(b"a", b"mine again")
+except Locked as error:
+    assert "expired and another appender took it" in str(error), error
+    lease.release()
+    print("lost", flush=True)
+"""
+
+
+def test_a_stopped_holder_loses_its_lease(path, other_process):
+    holder = other_process(HOLDER_OF_EXPIRING_LEASE, path)
+    os.kill(holder.pid, signal.SIGSTOP)
+    backend = open_backend(path, "a")
+    deadline, lease = time.monotonic() + 20, None
+    while lease is None:
+        assert time.monotonic() < deadline
+        try:
+            lease = backend.lease(7, "s", expires=60.0, timeout=1.0)
+        except kvstore.Locked:
+            time.sleep(0.02)
+    with backend.write(1.0) as txn:
+        lease.check()
+        assert txn.get(b"a") == b"mine"
+        txn.put(b"a", b"taken")
+    os.kill(holder.pid, signal.SIGCONT)
+    let_go(holder)
+    assert holder.stdout.readline() == "lost\n"
+    assert holder.wait() == 0
+    lease.check()  # the old holder gave back what is not its own
+    with pytest.raises(kvstore.Locked):
+        backend.lease(7, "s", expires=60.0)
+    with backend.read() as snapshot:
+        assert snapshot.get(b"a") == b"taken"
+    lease.release()
+    assert os.listdir(os.path.join(path, "leases")) == []
+    backend.close()
+
+
+def test_processes_take_leases_from_each_other(path):
+    """Whoever passes the check inside its transaction is the only holder."""
+    code = """
+import os, random, sys, time
+from kvcodecs.errors import Locked
+from kvstore.backend import open_backend
+backend, me, rng = open_backend(sys.argv[1], "a"), sys.argv[2].encode(), random.Random(sys.argv[2])
+end, n_taken, n_lost = time.monotonic() + 1.5, 0, 0
+while time.monotonic() < end:
+    try:
+        lease = backend.lease(7, "s", expires=0.03, timeout=10.0)
+    except Locked:
+        time.sleep(0.002)
+        continue
+    n_taken += 1
+    me = b"%d %d" % (os.getpid(), n_taken)
+    try:
+        with backend.write(10.0) as txn:
+            lease.check()
+            txn.put(b"holder", me)
+        for _ in range(rng.randrange(4)):
+            time.sleep(rng.choice([0, 0.001, 0.06]))
+            with backend.write(10.0) as txn:
+                lease.check()
+                assert txn.get(b"holder") == me, (bytes(txn.get(b"holder")), me)
+                txn.put(b"n", b"%d" % (int(bytes(txn.get(b"n") or b"0")) + 1))
+    except Locked as error:
+        assert "took it" in str(error), error
+        n_lost += 1
+    if rng.random() < 0.8:
+        lease.release()
+    del lease
+assert n_taken
+print(n_lost)
+"""
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, path, str(i)], stdout=subprocess.PIPE, text=True
+        )
+        for i in range(4)
+    ]
+    outputs = [child.communicate(timeout=60)[0] for child in children]
+    assert [child.returncode for child in children] == [0] * 4
+    assert sum(map(int, outputs)) > 0
+
+
+def test_lease_files_that_are_not_what_they_should_be(path):
+    """What no holder wrote never makes a lease expire; what cannot be written, neither."""
+    backend, other = open_backend(path, "a"), open_backend(path, "a")
+    lease = backend.lease(7, "s", expires=1.0)
+    file = os.path.join(path, "leases", f"{7:016x}.lock")
+    assert Path(file).read_text() == "1.0\n"
+    for text in ("", "1.0", "1.0\n" * 100, "x\n", "nan\n", "-1\n", "inf\n"):
+        Path(file).write_text(text)
+        os.utime(file, (0, 0))
+        with pytest.raises(kvstore.Locked):
+            other.lease(7, "s", expires=0.01)
+    Path(file).write_text("1.0\n")
+    os.utime(file, (0, 0))
+    taken = other.lease(7, "s", expires=0.01)
+    with pytest.raises(kvstore.Locked):
+        lease.check()
+    lease.release()
+    taken.release()
+    # A file left by a holder that was killed is nobody's, and says nothing of the next one.
+    Path(file).write_text("1.0\n")
+    lease = backend.lease(7, "s")
+    assert Path(file).read_text() == ""
+    lease.release()
+    backend.close()
+    other.close()
 
 
 def test_read_only_directory(path):

@@ -43,6 +43,8 @@ class Environment:
         self.refs = 1
         self.writer_lock = threading.Lock()
         self.waiter: threading.Thread | None = None
+        #: Who has the write transaction open.
+        self.writing_thread: int | None = None
         #: Transaction id and start of each snapshot that is open here.
         self.snapshots: dict[int, tuple[int, float]] = {}
         self.limit: int | None = None
@@ -289,7 +291,7 @@ class Environment:
         # ending that here would take its slot from the parent. Then it must never be freed.
         self._gate = threading.Condition(threading.RLock())
         self.writer_lock, self.waiter = threading.Lock(), None
-        self.snapshots = {}
+        self.snapshots, self.writing_thread = {}, None
         self._closed = True
         if self._n_active == 0:
             self.env.close()

@@ -31,7 +31,7 @@ from ..backend import (
     expired,
 )
 from ..last_use import UseLog
-from ..lease import FileLease, take_file_lease
+from ..lease import FileLease, is_expired, take_file_lease, take_over_file_lease
 from ._environment import Environment, acquire, keep_for_ever, release
 from ._errors import translate
 from ._heads import Head
@@ -300,6 +300,7 @@ class LmdbBackend:
         try:
             writer, txn = self._begin_write(environment, deadline, timeout)
             transaction = _Transaction(txn, self._path, environment)
+            environment.writing_thread = threading.get_ident()
             try:
                 yield transaction
                 if transaction.failed is not None:
@@ -312,6 +313,7 @@ class LmdbBackend:
             except lmdb.Error as error:
                 raise translate(error, self._path, environment.effective_limit) from error
         finally:
+            environment.writing_thread = None
             lock.release()
 
     def _begin_write(
@@ -342,9 +344,21 @@ class LmdbBackend:
                 raise self._locked(timeout)
             return writer, txn
 
-    def lease(self, owner: int, name: str) -> FileLease:
+    def lease(
+        self, owner: int, name: str, *, expires: float | None = None, timeout: float = 10.0
+    ) -> FileLease:
         self._check_open()
-        return take_file_lease(self._directory, owner, name)
+        if expires is not None:
+            expires = check_seconds("expires", expires)
+        try:
+            return take_file_lease(self._directory, owner, name, expires)
+        except Locked:
+            if expires is None or not is_expired(self._directory, owner):
+                raise
+        if self._environment.writing_thread == threading.get_ident():
+            return take_over_file_lease(self._directory, owner, name, expires)
+        with self.write(timeout):
+            return take_over_file_lease(self._directory, owner, name, expires)
 
     def info(self) -> BackendInfo:
         self._check_open()

@@ -28,7 +28,7 @@ from ..backend import (
     expired,
 )
 from ..forklock import ForkLock
-from ..lease import locked
+from ..lease import locked, lost
 
 
 class _Version:
@@ -52,7 +52,8 @@ class _Store:
         self.snapshots: dict[int, tuple[int, float]] = {}
         self.writer = threading.Lock()
         self.uses: dict[int, int] = {}
-        self.leases: set[int] = set()
+        self.leases: dict[int, _Hold] = {}
+        self.writing_thread: int | None = None
         # Reentrant: the garbage collector may release a lease while another one is being taken.
         self.lease_lock = ForkLock()
 
@@ -150,16 +151,41 @@ class _MemoryTransaction:
         return self._n_bytes
 
 
+class _Hold:
+    """That somebody holds a lease, and until when without a sign of life."""
+
+    def __init__(self, expires: float | None) -> None:
+        self.expires, self.renewed = expires, time.monotonic()
+
+    @property
+    def is_expired(self) -> bool:
+        return self.expires is not None and time.monotonic() - self.renewed > self.expires
+
+
 class _MemoryLease:
-    def __init__(self, store: _Store, owner: int) -> None:
+    def __init__(self, store: _Store, owner: int, hold: _Hold, where: str, name: str) -> None:
         self._store, self._owner = store, owner
-        self._held = True
+        self._hold: _Hold | None = hold
+        self._where, self._name = where, name
+
+    def check(self) -> None:
+        with self._store.lease_lock:
+            if self._hold is None:
+                raise Closed(f"{self._where}: the lease of session {self._name!r} was given back")
+            if self._store.leases.get(self._owner) is not self._hold:
+                raise lost(self._where, self._name)
+            self._hold.renewed = time.monotonic()
+
+    def renew(self) -> None:
+        hold = self._hold
+        if hold is not None:
+            hold.renewed = time.monotonic()
 
     def release(self) -> None:
         with self._store.lease_lock:
-            if self._held:
-                self._store.leases.discard(self._owner)
-            self._held = False
+            hold, self._hold = self._hold, None
+            if hold is not None and self._store.leases.get(self._owner) is hold:
+                del self._store.leases[self._owner]
 
     def __del__(self) -> None:
         self.release()
@@ -223,20 +249,40 @@ class MemoryBackend:
             version = self._store.version
             limit, what = self._cap()
             transaction = _MemoryTransaction(version, self._path, limit, what)
+            self._store.writing_thread = threading.get_ident()
             yield transaction
             if transaction.failed is not None:
                 raise transaction.failed
             self._store.version = _Version(transaction.items, version.number + 1)
         finally:
+            self._store.writing_thread = None
             self._store.writer.release()
 
-    def lease(self, owner: int, name: str) -> _MemoryLease:
+    def lease(
+        self, owner: int, name: str, *, expires: float | None = None, timeout: float = 10.0
+    ) -> _MemoryLease:
         self._check_open()
+        hold = _Hold(None if expires is None else check_seconds("expires", expires))
         with self._store.lease_lock:
-            if owner in self._store.leases:
+            held = self._store.leases.get(owner)
+            if held is None:
+                self._store.leases[owner] = hold
+            elif expires is None or not held.is_expired:
                 raise locked(self._path, name)
-            self._store.leases.add(owner)
-        return _MemoryLease(self._store, owner)
+        if held is not None:
+            if self._store.writing_thread == threading.get_ident():
+                self._take_over(owner, name, hold)
+            else:
+                with self.write(timeout):
+                    self._take_over(owner, name, hold)
+        return _MemoryLease(self._store, owner, hold, self._path, name)
+
+    def _take_over(self, owner: int, name: str, hold: _Hold) -> None:
+        with self._store.lease_lock:
+            held = self._store.leases.get(owner)
+            if held is not None and not held.is_expired:
+                raise locked(self._path, name)
+            self._store.leases[owner] = hold
 
     def info(self) -> BackendInfo:
         self._check_open()
