@@ -25,14 +25,19 @@ from kvcodecs.raw import Raw
 from kvcodecs.rope import Rope
 from kvcodecs.tkv1 import TKV1
 
-from .archive import Archive, open
+from .archive import Archive
 from .identity import LayerSpec, Model, Shard
 from .info import ArchiveInfo, SessionInfo, StreamInfo
+from .matching import Match
+from .opening import open
+from .relocation import AppendedRange
 from .session import Session
+from .survey import SessionEntry
 
 __all__ = [
     "KVR1",
     "TKV1",
+    "AppendedRange",
     "Archive",
     "ArchiveInfo",
     "Closed",
@@ -44,11 +49,13 @@ __all__ = [
     "KvError",
     "LayerSpec",
     "Locked",
+    "Match",
     "Model",
     "NotFound",
     "Raw",
     "Rope",
     "Session",
+    "SessionEntry",
     "SessionInfo",
     "Shard",
     "StreamInfo",

@@ -1,41 +1,30 @@
-"""An archive: open or create it, and create, find, list and delete its sessions."""
+"""An archive: create, find, match, list and delete its sessions."""
 
 from __future__ import annotations
 
-import os
-import secrets
 import time
-import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Mapping
 from dataclasses import replace as replace_fields
 from typing import TYPE_CHECKING, Any
 
 from kvcodecs.codec import CodecConfig
-from kvcodecs.errors import InvalidArgument, KvError, Unsupported
+from kvcodecs.errors import KvError, Unsupported
 from kvcodecs.kvr1 import KVR1
 from kvcodecs.spec import Kind, KState
 
 from . import keys
-from .backend import Backend, Lease, Mode, Snapshot, Transaction, check_timeout, open_backend
-from .catalog import REPLACE_ADVICE, UNKNOWN_ID, Catalog, begin
-from .forklock import ForkLock
 from .garbage import collect_garbage, rebuild_index
-from .identity import Model, check_identity, check_metadata, check_model
-from .info import ArchiveInfo, SessionInfo
+from .identity import Model, check_model
+from .info import ArchiveInfo, stored_bytes
 from .layout import check_configs, check_fit_tokens, new_layout
-from .lineage import fork, roll_back, trim_front
 from .matching import Match, Promise, find_prefix, n_sealed
-from .prefix_upkeep import add_entries
-from .reader import Reader
+from .metadata import check_metadata
+from .opened import OpenArchive
 from .records import FORMAT_VERSION
-from .room import Room
 from .session import Session, source_of
 from .session_record import SessionRecord
-from .sharing import put_record
-from .survey import Survey, session_names, survey
-from .token_ids import Ids, check_ids
-from .writer import SessionWriter
+from .survey import SessionEntry, Survey, list_sessions, session_names, survey
+from .token_ids import check_ids
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,69 +33,8 @@ if TYPE_CHECKING:
     from .verify import Report
 
 
-def open(
-    path: str | os.PathLike[str],
-    mode: Mode = "r",
-    *,
-    lock_timeout: float = 10.0,
-    map_size: int | None = None,
-    backend: str | None = None,
-) -> Archive:
-    """Open an archive.
-
-    Parameters
-    ----------
-    path
-        A directory (LMDB), or ``"memory:NAME"`` for one that lives in this process.
-    mode
-        ``"r"`` to read, ``"a"`` to append or create.
-    lock_timeout
-        Seconds that a write waits for other writers before it raises `Locked`; may be infinite.
-    map_size
-        Upper limit of the archive in bytes; None for 1 TiB or what the process can map.
-    backend
-        ``"lmdb"``, ``"memory"`` or None to go by `path`.
-
-    Raises
-    ------
-    NotFound
-        Mode "r" and no archive there.
-    Truncated, Corrupt, Unsupported
-        Damaged, not an archive, or written by a newer release.
-    InvalidArgument
-        A mode, backend or place that cannot be used.
-    """
-    seconds = check_timeout(lock_timeout)
-    return Archive(
-        open_backend(path, mode, kind=backend, map_size=map_size), mode, lock_timeout=seconds
-    )
-
-
-class Archive:
+class Archive(OpenArchive):
     """Many sessions in one container; made by `kvstore.open`. Safe to use from many threads."""
-
-    def __init__(self, backend: Backend, mode: Mode, *, lock_timeout: float = 10.0) -> None:
-        self._backend, self._mode, self._timeout = backend, mode, lock_timeout
-        self._catalog = Catalog(backend.path)
-        self._room = Room(backend, lock_timeout)
-        self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
-        self._lock = ForkLock()
-        try:
-            self._about = begin(backend, mode, lock_timeout)
-            if mode == "a" and int(self._about["format"]) < FORMAT_VERSION:
-                rebuild_index(self)
-                self._about = begin(backend, mode, lock_timeout)
-        except BaseException:
-            backend.close()
-            raise
-
-    @property
-    def path(self) -> str:
-        return self._backend.path
-
-    @property
-    def mode(self) -> Mode:
-        return self._mode
 
     def create_session(
         self,
@@ -181,61 +109,74 @@ class Archive:
         try:
             self._publish(name, record, model, headers, replace=replace)
             session = self._make_session(name, model, owner)
-            session._writer = self._writer(name, owner, session._reader, lease)
+            session._writer = self._writer(session, lease)
         except BaseException:
             lease.release()
             raise
         return session
-
-    def session(self, name: str, expect: Model | None = None) -> Session:
-        """Return a stored session.
-
-        Parameters
-        ----------
-        name
-            Its name.
-        expect
-            The model it must belong to.
-
-        Raises
-        ------
-        NotFound
-            No session of this name.
-        IdentityMismatch
-            Stored for another model; names the first field that differs.
-        """
-        with self._read() as snapshot:
-            record = self._catalog.record(snapshot, name)
-            model = self._catalog.model(snapshot, record.model)
-        if expect is not None:
-            check_identity(model, expect, f"{self.path}: session {name!r}")
-        return self._make_session(name, model, record.id)
-
-    def __contains__(self, name: str) -> bool:
-        with self._read() as snapshot:
-            return snapshot.get(keys.session_key(name)) is not None
 
     def names(self) -> list[str]:
         """Return the names of all sessions, in byte order."""
         with self._read() as snapshot:
             return session_names(snapshot)
 
-    def sessions(self) -> list[SessionInfo]:
-        """Return what `Session.info` says of every session; costs a look at every frame.
+    def sessions(
+        self,
+        prefix: str = "",
+        *,
+        model: Model | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        pinned: bool | None = None,
+        min_tokens: int = 0,
+    ) -> list[SessionEntry]:
+        """Return the sessions that meet all conditions, by name; reads their records alone.
 
-        Sessions for which that fails are left out: `damaged` says which and why.
+        Parameters
+        ----------
+        prefix
+            What the name begins with.
+        model
+            The model, every field of it.
+        metadata
+            Keys and values that the session's metadata has, among others.
+        pinned
+            Whether it is pinned; None for either.
+        min_tokens
+            Fewest committed tokens.
+
+        Notes
+        -----
+        Sessions whose record cannot be read are left out: `damaged` says which and why. `survey`
+        looks at the frames as well.
         """
-        return self.survey().sessions
+        wanted = check_metadata(metadata)
+        if model is not None:
+            check_model(model)
+
+        def keep(name: str, record: SessionRecord) -> bool:
+            return (
+                name.startswith(prefix)
+                and record.n_tokens >= min_tokens
+                and pinned in (None, record.pinned)
+                and (model is None or record.model == model.digest)
+                and all(
+                    key in record.metadata and record.metadata[key] == value
+                    for key, value in wanted.items()
+                )
+            )
+
+        with self._read() as snapshot:
+            return list_sessions(self, snapshot, keep)
 
     def damaged(self) -> dict[str, KvError]:
-        """Return why `Session.info` fails, by name, of the sessions that `sessions` leaves out.
+        """Return why `Session.info` fails, by name, of the sessions where it does.
 
         Looks at records and headers of frames; `verify` looks at everything.
         """
         return self.survey().damaged
 
     def survey(self) -> Survey:
-        """Return `sessions` and `damaged` of one walk over the archive."""
+        """Return what `Session.info` says of every session, and `damaged`; looks at every frame."""
         with self._read() as snapshot:
             return survey(self, snapshot)
 
@@ -283,7 +224,7 @@ class Archive:
             return Match(None, 0, 0)
         promise = Promise(ids[: found.n_tokens].copy(), found.record)
         session = self._make_session(found.name, model, found.record.id, promise)
-        self._note_use(found.record.id)
+        self._room.note_use(found.record.id)
         return Match(session, found.n_tokens, n_sealed(found.record, found.n_tokens))
 
     def delete_session(self, name: str) -> None:
@@ -302,30 +243,42 @@ class Archive:
             once it is deleted.
         """
         with self._taken(name) as session:
-            self._room.write(lambda transaction: self._catalog.delete(transaction, name, session))
+            self._room.write(
+                lambda transaction: self._catalog.delete(transaction, name, session), frees=True
+            )
 
     def rename_session(self, name: str, new_name: str, *, replace: bool = False) -> None:
         """Give a session another name. See `Session.rename`."""
         self.session(name).rename(new_name, replace=replace)
 
-    @contextmanager
-    def _taken(self, name: str) -> Iterator[int]:
-        """Hold the lease of a session that goes; then closes the sessions of this object."""
-        with self._read() as snapshot:
-            session = self._catalog.id(snapshot, name)
-        own = [s for s in self._open_sessions() if s.name == name]
-        if session != UNKNOWN_ID:
-            own = [s for s in own if s._id == session]
-        with ExitStack() as stack:
-            # Until the end: a commit must not come in between. Always in the same order.
-            for opened in sorted(own, key=id):
-                stack.enter_context(opened._lock)
-            # Nobody can hold the lease of a session whose id is not known: none is in the record.
-            if session != UNKNOWN_ID and all(opened._writer is None for opened in own):
-                stack.callback(self._backend.lease(session, name).release)
-            yield session
-            for opened in own:
-                opened.close()
+    @property
+    def quota_bytes(self) -> int | None:
+        """The archive's quota in bytes, or None; see `set_quota`."""
+        return self._room.quota()
+
+    def set_quota(self, quota_bytes: int | None) -> None:
+        """Bound the archive's data file, for all who write to it, until it is set anew.
+
+        A write that would not fit makes room: the sessions that were not used for longest are
+        deleted, save pinned ones and those that somebody is appending to. Reads in progress end
+        as if nothing had happened. A little of the quota (1/32) stays free for LMDB's own work.
+
+        Parameters
+        ----------
+        quota_bytes
+            At least 256 KiB; None takes the quota away. Below what is used now, sessions are
+            evicted at once; the file itself gets no smaller until `kvstore.compact`.
+
+        Raises
+        ------
+        InvalidArgument
+            Not such a number.
+        Full
+            What may not be evicted needs more. The quota holds nevertheless.
+        Locked
+            See `Session.commit`; also while reads of this process go on.
+        """
+        self._room.set_quota(quota_bytes)
 
     def ingest(
         self,
@@ -410,8 +363,11 @@ class Archive:
         return verify(self, decode=decode, progress=progress)
 
     def info(self) -> ArchiveInfo:
-        """Return the sizes of the whole archive."""
-        found = self.survey()
+        """Return the sizes of the whole archive, and who is reading it."""
+        with self._read() as snapshot:
+            found = survey(self, snapshot)
+            frame_bytes = stored_bytes(snapshot, keys.FRAME, keys.TAIL, keys.HEAD, with_keys=False)
+            index_bytes = stored_bytes(snapshot, keys.PREFIX, keys.USER, with_keys=True)
         backend = self._backend.info()
         return ArchiveInfo(
             path=self.path,
@@ -420,16 +376,15 @@ class Archive:
             created=int(self._about.get("created", 0)),
             file_bytes=backend.file_bytes,
             free_bytes=backend.free_bytes,
-            frame_bytes=sum(session.frame_bytes for session in found.sessions),
+            used_bytes=backend.used_bytes,
+            frame_bytes=frame_bytes,
+            index_bytes=index_bytes,
             n_sessions=len(found.sessions) + len(found.damaged),
+            n_pinned=sum(session.pinned for session in found.sessions),
+            quota_bytes=self._room.quota(),
+            readers=tuple(self._backend.readers()),
             n_damaged=len(found.damaged),
         )
-
-    def close(self) -> None:
-        """Close all sessions and the archive; what was not committed is lost."""
-        for session in self._open_sessions():
-            session.close()
-        self._backend.close()
 
     def __enter__(self) -> Archive:
         return self
@@ -439,161 +394,3 @@ class Archive:
 
     def __repr__(self) -> str:
         return f"<Archive {self.path!r} mode={self._mode!r}>"
-
-    def new_owner(self) -> int:
-        """Return a random id for the streams of a new session; never 0."""
-        return secrets.randbelow((1 << 64) - 1) + 1
-
-    def _read(self) -> AbstractContextManager[Snapshot]:
-        return self._backend.read()
-
-    def _note_use(self, session: int) -> None:
-        """Note that a session was used, for eviction: advisory, never fails."""
-
-    def _make_session(
-        self, name: str, model: Model, session: int, promise: Promise | None = None
-    ) -> Session:
-        made = Session(self, name, model, session, promise)
-        with self._lock:
-            self._sessions.add(made)
-        return made
-
-    def _open_sessions(self) -> list[Session]:
-        with self._lock:
-            return list(self._sessions)
-
-    def _appender(self, name: str, session: int, reader: Reader) -> SessionWriter:
-        """Take a session's lease and return its appender."""
-        if self._mode == "r":
-            raise InvalidArgument(f"{self.path}: opened with mode='r'; use mode='a' to append")
-        lease = self._backend.lease(session, name)
-        try:
-            return self._writer(name, session, reader, lease)
-        except BaseException:
-            lease.release()
-            raise
-
-    def _writer(self, name: str, session: int, reader: Reader, lease: Lease) -> SessionWriter:
-        with self._read() as snapshot:
-            record = self._catalog.record(snapshot, name, session)
-            return SessionWriter(self._room, self._catalog, name, record, reader, snapshot, lease)
-
-    def _truncated(
-        self, name: str, writer: SessionWriter, reader: Reader, n_tokens: int
-    ) -> SessionWriter:
-        """Roll a session back and return an appender that goes on from there."""
-        owner, where = self.new_owner(), reader.where
-
-        def work(transaction: Transaction) -> None:
-            record = writer.stored(transaction)
-            if n_tokens < record.n_tokens:
-                roll_back(transaction, self._catalog, name, record, n_tokens, owner, where)
-
-        self._room.write(work)
-        return self._writer(name, writer.record.id, reader, writer.lease)
-
-    def _fork(
-        self,
-        parent: str,
-        parent_id: int,
-        name: str,
-        at: int | None,
-        metadata: Mapping[str, Any] | None,
-        replace: bool,
-    ) -> Session:
-        keys.check_name(name)
-        checked = None if metadata is None else check_metadata(metadata)
-        session = self.new_owner()
-        where = f"{self.path}: session {parent!r}"
-
-        def work(transaction: Transaction) -> None:
-            record = self._catalog.record(transaction, parent, parent_id)
-            fork(
-                transaction,
-                self._catalog,
-                record,
-                name,
-                at,
-                session,
-                record.metadata if checked is None else checked,
-                replaces,
-                where,
-            )
-
-        with self._replaced(name, replace) as replaces:
-            self._room.write(work)
-        return self.session(name)
-
-    def _trim(self, name: str, session: int, first: int) -> None:
-        where = f"{self.path}: session {name!r}"
-
-        def work(transaction: Transaction) -> None:
-            record = self._catalog.record(transaction, name, session)
-            trim_front(transaction, self._catalog, name, record, first, where)
-
-        self._room.write(work)
-
-    def _rename(self, session: Session, new_name: str, replace: bool) -> None:
-        keys.check_name(new_name)
-        old_name = session.name
-        if new_name == old_name:
-            return
-
-        def work(transaction: Transaction) -> None:
-            record = self._catalog.record(transaction, old_name, session._id)
-            if replaces is not None:
-                self._catalog.delete(transaction, new_name, replaces)
-            elif transaction.get(keys.session_key(new_name)) is not None:
-                raise InvalidArgument(
-                    f"{self.path}: session {new_name!r} exists already; {REPLACE_ADVICE}"
-                )
-            put_record(transaction, self._catalog, new_name, record, record, old_name=old_name)
-
-        own = [s for s in self._open_sessions() if s._id == session._id]
-        with ExitStack() as stack:
-            for opened in sorted(own, key=id):
-                stack.enter_context(opened._lock)
-            if all(opened._writer is None for opened in own):
-                stack.callback(self._backend.lease(session._id, old_name).release)
-            replaces = stack.enter_context(self._replaced(new_name, replace))
-            self._room.write(work)
-            for opened in own:
-                opened._renamed(new_name)
-
-    def _change(self, name: str, session: int, **changes: Any) -> None:
-        """Change fields of a session's record that nothing else depends on."""
-
-        def work(transaction: Transaction) -> None:
-            record = self._catalog.record(transaction, name, session)
-            put_record(transaction, self._catalog, name, record, replace_fields(record, **changes))
-
-        self._room.write(work)
-
-    @contextmanager
-    def _replaced(self, name: str, replace: bool) -> Iterator[int | None]:
-        """Hold the lease of the session that a new one replaces; yields its id, or None."""
-        if replace and name in self:
-            with self._taken(name) as session:
-                yield session
-        else:
-            yield None
-
-    def _publish(
-        self,
-        name: str,
-        record: SessionRecord,
-        model: Model,
-        values: Mapping[bytes, bytes],
-        token_ids: Ids | None = None,
-        *,
-        replace: bool = False,
-    ) -> None:
-        """Store a new session; `token_ids` are those of all its tokens."""
-
-        def work(transaction: Transaction) -> None:
-            self._catalog.publish(transaction, name, record, model, values, replaces)
-            if token_ids is not None:
-                add_entries(transaction, record, model, token_ids)
-
-        with self._replaced(name, replace) as replaces:
-            self._room.write(work)

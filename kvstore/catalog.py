@@ -12,8 +12,9 @@ from kvcodecs.spec import Kind
 
 from . import keys
 from .backend import Backend, Mode, Snapshot, Transaction
-from .identity import Model, check_identity
+from .identity import Model
 from .layout import check_configs
+from .mismatch import check_identity
 from .records import (
     check_archive,
     pack_archive,

@@ -23,7 +23,7 @@ from .sharing import Claim, claims_of, sweep, user_keys
 from .survey import session_names
 
 if TYPE_CHECKING:
-    from .archive import Archive
+    from .opened import OpenArchive
 
 
 @dataclass(slots=True)
@@ -42,7 +42,7 @@ class Living:
     all_read: bool = True
 
 
-def living(archive: Archive, snapshot: Snapshot) -> Living:
+def living(archive: OpenArchive, snapshot: Snapshot) -> Living:
     """Return all sessions, read anew."""
     found = Living()
     names = session_names(snapshot)
@@ -57,7 +57,7 @@ def living(archive: Archive, snapshot: Snapshot) -> Living:
     return found
 
 
-def collect_garbage(archive: Archive) -> int:
+def collect_garbage(archive: OpenArchive) -> int:
     """Remove what no session needs; return its bytes. See `Archive.gc`."""
 
     def work(transaction: Transaction) -> int:
@@ -83,7 +83,7 @@ def collect_garbage(archive: Archive) -> int:
     return archive._room.write(work)
 
 
-def rebuild_index(archive: Archive) -> tuple[int, list[KvError]]:
+def rebuild_index(archive: OpenArchive) -> tuple[int, list[KvError]]:
     """Make the lists of users and the prefix index anew. See `Archive.reindex`."""
 
     def work(transaction: Transaction) -> tuple[int, list[KvError]]:

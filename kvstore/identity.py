@@ -6,30 +6,28 @@ FORMAT.md section 3.2.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
 from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
-from kvcodecs.errors import Corrupt, IdentityMismatch, InvalidArgument, Unsupported
+from kvcodecs.errors import Corrupt, InvalidArgument, Unsupported
 from kvcodecs.rope import Rope
 from kvcodecs.spec import KINDS, MAX_HEADS, Kind, StreamSpec, float_dtype
 
 from .keys import DIGEST_BYTES
+from .metadata import canonical_json
 
 #: A layer's rope: its own, none at all, or ``"model"`` for the model's.
 LayerRope: TypeAlias = Rope | Literal["model"] | None
 MAX_LAYERS: Final = 1 << 16
 MAX_SHARDS: Final = 1 << 16
-MAX_METADATA_BYTES: Final = 1 << 20
-MAX_METADATA_DEPTH: Final = 32
 # In the order in which differences are reported: those before the geometry, those after it.
-_WHICH: Final = ("name", "revision", "weights", "tokenizer", "adapter")
-_HOW: Final = ("dtype", "layout", "salt")
-_TEXTS: Final = _WHICH + _HOW
+WHICH: Final = ("name", "revision", "weights", "tokenizer", "adapter")
+HOW: Final = ("dtype", "layout", "salt")
+_TEXTS: Final = WHICH + HOW
 _FIELDS: Final = {*_TEXTS, "layers", "rope", "layer_ropes", "shard"}
 
 
@@ -370,137 +368,3 @@ def check_model(model: object) -> None:
     """Raise `InvalidArgument` for anything but a `Model`."""
     if not isinstance(model, Model):
         raise InvalidArgument(f"model {model!r}: expected a kvstore.Model")
-
-
-def check_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return a copy of a session's metadata, as it will be read back.
-
-    Raises
-    ------
-    InvalidArgument
-        Not a JSON object, or more of it than a record should hold, which every commit rewrites.
-    """
-    if metadata is not None and not isinstance(metadata, Mapping):
-        raise InvalidArgument(f"metadata {metadata!r}: expected a JSON object (a dict)")
-    text = canonical_json(dict(metadata or {}))
-    if len(text) > MAX_METADATA_BYTES:
-        raise InvalidArgument(
-            f"metadata of {len(text)} bytes: at most {MAX_METADATA_BYTES}; keep it elsewhere"
-        )
-    try:
-        found: dict[str, Any] = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InvalidArgument(f"metadata cannot be read back: {error}") from error
-    # Level by level: no recursion, however deep.
-    level: list[Any] = [found]
-    for _ in range(MAX_METADATA_DEPTH):
-        level = [
-            child
-            for item in level
-            if isinstance(item, dict | list)
-            for child in (item.values() if isinstance(item, dict) else item)
-        ]
-    if any(isinstance(item, dict | list) for item in level):
-        raise InvalidArgument(f"metadata nests more than {MAX_METADATA_DEPTH} levels deep")
-    return found
-
-
-def canonical_json(data: object) -> bytes:
-    """Return compact JSON with sorted keys.
-
-    Raises
-    ------
-    InvalidArgument
-        `data` holds something that JSON cannot.
-    """
-    try:
-        text = json.dumps(
-            data, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
-        )
-        return text.encode("utf-8")
-    except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidArgument(f"not JSON: {error}") from error
-
-
-def check_identity(found: Model, expected: Model, where: str) -> None:
-    """Check that a stored model is the expected one.
-
-    Raises
-    ------
-    IdentityMismatch
-        Names the first field that differs.
-    InvalidArgument
-        `expected` is not a model.
-    """
-    check_model(expected)
-    difference = _difference(found, expected)
-    if difference is not None:
-        name, have, want = difference
-        raise IdentityMismatch(
-            f"{where}: stored for another model: {name} is {have!r}, expected {want!r}",
-            field=name,
-            expected=want,
-            found=have,
-        )
-
-
-def _difference(found: Model, expected: Model) -> tuple[str, object, object] | None:
-    return (
-        _field_difference("", _WHICH, found, expected)
-        or _rope_difference("rope", found.rope, expected.rope)
-        or _layer_difference(found.layers, expected.layers)
-        or _field_difference("", _HOW, found, expected)
-        or _shard_difference(found.shard, expected.shard)
-    )
-
-
-def _field_difference(
-    prefix: str, names: Sequence[str], found: object, expected: object
-) -> tuple[str, object, object] | None:
-    for name in names:
-        have, want = getattr(found, name), getattr(expected, name)
-        if have != want:
-            return prefix + name, have, want
-    return None
-
-
-def _layer_difference(
-    found: tuple[LayerSpec, ...], expected: tuple[LayerSpec, ...]
-) -> tuple[str, object, object] | None:
-    if len(found) != len(expected):
-        return "n_layers", len(found), len(expected)
-    sizes = [part.name for part in fields(LayerSpec) if part.name != "rope"]
-    for index, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
-        prefix = f"layers[{index}]."
-        difference = _field_difference(prefix, sizes, mine, theirs)
-        difference = difference or _rope_difference(f"{prefix}rope", mine.rope, theirs.rope)
-        if difference is not None:
-            return difference
-    return None
-
-
-def _shard_difference(
-    found: Shard | str, expected: Shard | str
-) -> tuple[str, object, object] | None:
-    if isinstance(found, Shard) and isinstance(expected, Shard):
-        return _field_difference("shard.", ("rank", "size", "heads"), found, expected)
-    return None if found == expected else ("shard", found, expected)
-
-
-def _rope_difference(
-    name: str, found: LayerRope, expected: LayerRope
-) -> tuple[str, object, object] | None:
-    if not (isinstance(found, Rope) and isinstance(expected, Rope)):
-        return None if found == expected else (name, found, expected)
-    if found.n_pairs != expected.n_pairs:
-        return f"{name}.n_pairs", found.n_pairs, expected.n_pairs
-    unequal = np.flatnonzero(found.inv_freq.view(np.uint32) != expected.inv_freq.view(np.uint32))
-    if unequal.size:
-        i = int(unequal[0])
-        have, want = float(found.inv_freq[i]), float(expected.inv_freq[i])
-        return f"{name}.inv_freq", f"{have!r} at index {i}", f"{want!r} at index {i}"
-    if found.style != expected.style:
-        return f"{name}.style", found.style, expected.style
-    if found.scaling != expected.scaling:
-        return f"{name}.scaling", found.scaling, expected.scaling
-    return None

@@ -16,7 +16,7 @@ from kvcodecs.frame import HEADER_BYTES, ErrorStats, FrameHeader
 from kvcodecs.spec import Kind
 
 from . import keys
-from .backend import Passing, Snapshot
+from .backend import Passing, ReaderInfo, Snapshot
 from .identity import Model
 from .pieces import all_pieces
 from .prefix_keys import index_bytes
@@ -177,8 +177,16 @@ class ArchiveInfo:
     ----------
     file_bytes, free_bytes
         The data file, and the part of it that will be used again before it grows.
+    used_bytes
+        What is in use, LMDB's own pages included.
     frame_bytes
-        Frames of all sessions that are not damaged.
+        All frames; those that sessions share count once.
+    index_bytes
+        The prefix index and the lists of users, with their keys.
+    quota_bytes
+        None without a quota.
+    readers
+        Snapshots that are open, the oldest first: they keep freed space from being used again.
     n_damaged
         Sessions that `Archive.damaged` names; they are among `n_sessions`.
     """
@@ -189,8 +197,13 @@ class ArchiveInfo:
     created: int
     file_bytes: int
     free_bytes: int
+    used_bytes: int
     frame_bytes: int
+    index_bytes: int
     n_sessions: int
+    n_pinned: int
+    quota_bytes: int | None
+    readers: tuple[ReaderInfo, ...]
     n_damaged: int = 0
 
     @property
@@ -264,8 +277,8 @@ def _stream_info(
     n_frames = frame_bytes = shared_bytes = 0
     error = ErrorStats.none()
     for piece in all_pieces(record, layer, kind):
-        value = first_value(snapshot, piece)
         where = f"{reader.where} {piece.name}"
+        value = first_value(snapshot, piece, where)
         head = FrameHeader.unpack(value if value is not None else b"", where)
         if value is not None:
             passing.add(value)
@@ -300,3 +313,12 @@ def _stream_info(
 def _stored(snapshot: Snapshot, key: bytes) -> int:
     value = snapshot.get(key)
     return 0 if value is None else len(key) + value.nbytes
+
+
+def stored_bytes(snapshot: Snapshot, *prefixes: bytes, with_keys: bool) -> int:
+    """Return the bytes of all values under some prefixes, and of their keys."""
+    n_bytes = 0
+    for prefix in prefixes:
+        for key, value in snapshot.scan(prefix):
+            n_bytes += value.nbytes + (len(key) if with_keys else 0)
+    return n_bytes

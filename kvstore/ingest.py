@@ -25,8 +25,9 @@ from kvcodecs.tensor import check_tensor
 from . import keys
 from .backend import Transaction
 from .catalog import REPLACE_ADVICE
-from .identity import Model, check_metadata, check_model
+from .identity import Model, check_model
 from .layout import check_fit_tokens, make_streams, new_layout
+from .metadata import check_metadata
 from .session import Session
 from .session_record import SessionRecord, StreamName, check_record
 from .sharing import free
@@ -35,7 +36,7 @@ from .token_ids import CHUNK_TOKENS, check_ids, pack_ids
 from .writer import SPILL_BYTES
 
 if TYPE_CHECKING:
-    from .archive import Archive
+    from .opened import OpenArchive
 
 #: Smaller than the writer's: the source's own pages count as well.
 _FLUSH_BYTES = SPILL_BYTES // 2
@@ -54,7 +55,7 @@ class Source(Protocol):
 
 
 def ingest(
-    archive: Archive,
+    archive: OpenArchive,
     name: str,
     source: Source,
     *,
@@ -190,7 +191,7 @@ def _dtype(source: Source, stream: StreamName) -> str:
 class _Sink:
     """Values on their way into the archive, a few MB to a transaction."""
 
-    def __init__(self, archive: Archive) -> None:
+    def __init__(self, archive: OpenArchive) -> None:
         self._archive = archive
         self._values: dict[bytes, bytes] = {}
         self._n_bytes = 0
@@ -235,7 +236,7 @@ def _store(
     sink.add(writer.puts())
 
 
-def _remove(archive: Archive, owner: int, cause: BaseException) -> None:
+def _remove(archive: OpenArchive, owner: int, cause: BaseException) -> None:
     """Remove what an ingest wrote; if that cannot be done now, say so in the cause."""
     try:
         archive._room.write(lambda transaction: free(transaction, archive._catalog, [owner]))

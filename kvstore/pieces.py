@@ -19,7 +19,7 @@ class Piece:
     Attributes
     ----------
     keys
-        Where it is: under the first of them that exists.
+        Where it is: under the first of them that exists and holds this block.
     owner
         Who stored it.
     raw
@@ -114,8 +114,10 @@ def _block(
     elif span.own:
         places, what = (tail,), f"tail (block {block})"
     else:
-        # Cut from another owner's block, which may have been sealed since, or not.
-        places, what = (sealed, tail), f"cut block {block}"
+        # Cut from another owner's block: its tail, unless that was sealed and is another block
+        # now. Not the other way round: beside the tail, a sealed frame of the same block is a
+        # leftover of an appender that stored ahead of a commit and never made it.
+        places, what = (tail, sealed), f"cut block {block}"
     return Piece(
         keys=places,
         owner=span.owner,

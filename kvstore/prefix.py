@@ -19,7 +19,8 @@ import numpy as np
 from kvcodecs.errors import Corrupt
 
 from .backend import Snapshot
-from .identity import Model, canonical_json
+from .identity import Model
+from .metadata import canonical_json
 from .prefix_keys import (
     HASH_BYTES,
     HASH_TOKENS,

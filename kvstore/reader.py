@@ -116,7 +116,7 @@ class Reader:
             The frame is missing, damaged, or not the one that belongs here.
         """
         where = f"{self.where} {piece.name}"
-        value = first_value(snapshot, piece)
+        value = first_value(snapshot, piece, where)
         if value is None:
             raise _missing(where)
         try:
@@ -152,8 +152,9 @@ class Reader:
         """
         first = max(stop - 1, record.streams[layer, kind].start)
         for piece in pieces(record, layer, kind, first, stop):
-            if first_value(snapshot, piece) is None:
-                raise _missing(f"{self.where} {piece.name}")
+            where = f"{self.where} {piece.name}"
+            if first_value(snapshot, piece, where) is None:
+                raise _missing(where)
 
     def read(
         self,
@@ -289,13 +290,22 @@ class _Work:
     rope: Rope | None
 
 
-def first_value(snapshot: Snapshot, piece: Piece) -> memoryview | None:
-    """Return what is stored of a frame, or None."""
-    for key in piece.keys:
+def first_value(snapshot: Snapshot, piece: Piece, where: str = "") -> memoryview | None:
+    """Return what is stored of a frame, or None.
+
+    Raises
+    ------
+    Truncated, Corrupt
+        The frame is in one of two places, and what is in the first is damaged.
+    """
+    *others, last = piece.keys
+    for key in others:
         value = snapshot.get(key)
         if value is not None:
-            return value
-    return None
+            header, _ = open_frame(value, where)
+            if header.first_token == piece.first_token - piece.offset:
+                return value
+    return snapshot.get(last)
 
 
 def share_of_error(header: FrameHeader, n_tokens: int) -> ErrorStats:

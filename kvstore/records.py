@@ -13,7 +13,8 @@ from typing import Any, Final
 from kvcodecs.errors import Corrupt, InvalidArgument, Truncated, Unsupported
 from kvcodecs.frame import open_record, seal_record
 
-from .identity import Model, canonical_json
+from .identity import Model
+from .metadata import canonical_json
 
 FORMAT_VERSION: Final = 2
 ARCHIVE_MAGIC: Final = b"KVA1"

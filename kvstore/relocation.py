@@ -17,8 +17,8 @@ from kvcodecs.errors import InvalidArgument
 
 from . import keys
 from .backend import Snapshot, Transaction
-from .identity import check_identity
 from .lineage import parts_until
+from .mismatch import check_identity
 from .session_record import Part, SessionRecord, StreamState
 from .sharing import claims_of, put_record
 from .spans import head_of, header_of
@@ -103,7 +103,7 @@ def append_range(session: Session, source: Session, start: int, stop: int) -> Ap
 
 
 def _reopened(session: Session, writer: SessionWriter) -> SessionWriter:
-    return session._archive._writer(session.name, session._id, session._reader, writer.lease)
+    return session._archive._writer(session, writer.lease)
 
 
 def _check(record: SessionRecord, start: int, stop: int, where: str) -> None:

@@ -16,7 +16,8 @@ from kvcodecs.errors import Corrupt, InvalidArgument, KvError, Truncated, Unsupp
 from kvcodecs.frame import seal_record
 from kvcodecs.spec import KINDS, Kind
 
-from .identity import Model, canonical_json
+from .identity import Model
+from .metadata import canonical_json
 from .records import load_json, located, read_count
 
 StreamName: TypeAlias = tuple[int, Kind]

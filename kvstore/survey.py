@@ -2,18 +2,48 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvcodecs.errors import Corrupt, KvError
 
 from . import keys
+from .identity import Model
 from .info import SessionInfo, session_info
 from .reader import Reader
+from .session_record import SessionRecord
 
 if TYPE_CHECKING:
-    from .archive import Archive
     from .backend import Snapshot
+    from .opened import OpenArchive
+
+
+@dataclass(frozen=True, slots=True)
+class SessionEntry:
+    """A session as its record describes it, without a look at its frames.
+
+    Attributes
+    ----------
+    first_token
+        Tokens before it were trimmed.
+    pinned
+        Whether eviction leaves it alone.
+    created, updated, used
+        Unix time of creation, of the last commit and of the last use that is known, seconds.
+    """
+
+    name: str
+    model: Model
+    n_tokens: int
+    first_token: int
+    has_token_ids: bool
+    pinned: bool
+    created: int
+    updated: int
+    used: float
+    metadata: Mapping[str, Any]
 
 
 @dataclass(slots=True)
@@ -43,7 +73,7 @@ def session_names(snapshot: Snapshot) -> list[str]:
     return names
 
 
-def survey(archive: Archive, snapshot: Snapshot) -> Survey:
+def survey(archive: OpenArchive, snapshot: Snapshot) -> Survey:
     """Describe every session of an archive."""
     found = Survey()
     for name in session_names(snapshot):
@@ -56,3 +86,38 @@ def survey(archive: Archive, snapshot: Snapshot) -> Survey:
         except KvError as error:
             found.damaged[name] = error
     return found
+
+
+def list_sessions(
+    archive: OpenArchive, snapshot: Snapshot, keep: Callable[[str, SessionRecord], bool]
+) -> list[SessionEntry]:
+    """Return the sessions whose records can be read and that `keep` says yes to, by name."""
+    uses = archive._backend.last_uses()
+    found = []
+    for name in session_names(snapshot):
+        try:
+            record = archive._catalog.record(snapshot, name)
+            if not keep(name, record):
+                continue
+            model = archive._catalog.model(snapshot, record.model)
+        except KvError:
+            continue  # `damaged` tells
+        entry = SessionEntry(
+            name=name,
+            model=model,
+            n_tokens=record.n_tokens,
+            first_token=record.first,
+            has_token_ids=record.has_ids,
+            pinned=record.pinned,
+            created=record.created,
+            updated=record.updated,
+            used=last_use(record, uses) / 1e9,
+            metadata=copy.deepcopy(dict(record.metadata)),
+        )
+        found.append(entry)
+    return found
+
+
+def last_use(record: SessionRecord, uses: Mapping[int, int]) -> int:
+    """Return when a session was last used, in nanoseconds since 1970."""
+    return max(uses.get(record.id, 0), record.updated * 1_000_000_000)

@@ -33,7 +33,7 @@ from .token_ids import CHUNK_TOKENS, read_id_chunk
 if TYPE_CHECKING:
     from kvcodecs.spec import Kind
 
-    from .archive import Archive
+    from .opened import OpenArchive
 
 
 class Problem(NamedTuple):
@@ -74,7 +74,10 @@ class Report:
 
 
 def verify(
-    archive: Archive, *, decode: bool = False, progress: Callable[[int, int], None] | None = None
+    archive: OpenArchive,
+    *,
+    decode: bool = False,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Report:
     """Check a whole archive against one snapshot of it.
 
@@ -128,7 +131,7 @@ def verify(
     return report
 
 
-def _check_archive_record(archive: Archive, snapshot: Snapshot, report: Report) -> None:
+def _check_archive_record(archive: OpenArchive, snapshot: Snapshot, report: Report) -> None:
     try:
         value = snapshot.get(keys.ARCHIVE)
         if value is None:
@@ -139,7 +142,7 @@ def _check_archive_record(archive: Archive, snapshot: Snapshot, report: Report) 
 
 
 def _check_identity(
-    archive: Archive, snapshot: Snapshot, key: bytes, digest: bytes, report: Report
+    archive: OpenArchive, snapshot: Snapshot, key: bytes, digest: bytes, report: Report
 ) -> None:
     where = f"model {digest.hex()}"
     try:
@@ -152,7 +155,7 @@ def _check_identity(
 
 
 def _check_session(
-    archive: Archive, snapshot: Snapshot, name: str, every: set[bytes], report: Report
+    archive: OpenArchive, snapshot: Snapshot, name: str, every: set[bytes], report: Report
 ) -> Iterator[bytes]:
     """Check one session and yield the keys that it names."""
     where = f"session {name!r}"
@@ -234,7 +237,7 @@ def _check_ids(
 
 
 def _check_lists(
-    archive: Archive, snapshot: Snapshot, every: set[bytes], report: Report
+    archive: OpenArchive, snapshot: Snapshot, every: set[bytes], report: Report
 ) -> Iterator[bytes]:
     """Check that the index and the lists of users say all they should; yield their keys."""
     alive = living(archive, snapshot)

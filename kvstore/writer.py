@@ -166,7 +166,8 @@ class SessionWriter:
             put_record(transaction, self._catalog, self.name, stored, record, shrunk=shrunk)
             return record
 
-        record = self._room.write(store)
+        record = self._room.write(store, keep=(self.record.id,))
+        self._room.note_use(record.id)
         self._prefix.committed()
         for stream in self._streams.values():
             stream.committed()

@@ -475,7 +475,7 @@ def test_codec_options(run, tmp_path, source):
         options = ["--session", policy, "--" + policy, value, "--sink", "2", "--sink-div", "8"]
         succeeds(run("pack", source, archive, *options))
     with kvstore.open(archive) as opened:
-        for info in opened.sessions():
+        for info in opened.survey().sessions:
             config = info.codecs["k"]
             assert config[info.name.replace("-", "_")] is not None
             assert (config["sink"], config["sink_div"]) == (2, 8)
@@ -488,7 +488,7 @@ def test_every_codec_packs_and_unpacks(run, tmp_path, source, codec):
     succeeds(run("unpack", archive, out))
     assert codec in succeeds(run("info", archive, "--layers"))
     with kvstore.open(archive) as opened:
-        (info,) = opened.sessions()
+        (info,) = opened.survey().sessions
         assert {config["codec"] for config in info.codecs.values()} == {codec}
         assert {stream.codec for stream in info.streams} == {codec}
         step = max(stream.step or 0.0 for stream in info.streams)

@@ -64,7 +64,7 @@ def test_the_others_are_listed_and_the_damaged_one_can_go(archive, what):
     archive = kvstore.open("memory:damaged", "a")  # knows nothing from before
     good = [key for key in items() if owner("good") in key]
     assert archive.names() == ["bad", "good"]
-    assert [info.name for info in archive.sessions()] == ["good"]
+    assert [info.name for info in archive.survey().sessions] == ["good"]
     damaged = archive.damaged()
     assert list(damaged) == ["bad"]
     assert isinstance(damaged["bad"], kvstore.KvError)
@@ -96,7 +96,7 @@ def test_gc_leaves_unnamed_frames_while_a_record_is_damaged(archive):
 def test_keys_that_are_none(archive):
     for key in (b"S\x01", b"Fjunk", b"junk"):
         items()[key] = b"?"
-    assert [info.name for info in archive.sessions()] == archive.names() == ["bad", "good"]
+    assert [info.name for info in archive.survey().sessions] == archive.names() == ["bad", "good"]
     assert archive.gc() == 0
     assert len(archive.verify().problems) == 3
 

@@ -14,7 +14,9 @@ from kvtools.tensorfile import TensorWriter
 
 import kvstore
 from kvstore import LayerSpec, Model, Rope, Shard
-from kvstore.identity import MAX_LAYERS, canonical_json, check_identity
+from kvstore.identity import MAX_LAYERS
+from kvstore.metadata import canonical_json
+from kvstore.mismatch import check_identity
 
 ROPE = Rope.from_theta(1e4, 16)
 OTHER = Rope.from_theta(1e4, 8, style="interleaved", scaling=1.5)

@@ -13,7 +13,7 @@ from kvcodecs.errors import Corrupt, InvalidArgument
 
 from kvstore import Model, Rope, Shard, prefix, prefix_keys
 from kvstore.backend import MAX_KEY_BYTES, open_backend
-from kvstore.identity import canonical_json
+from kvstore.metadata import canonical_json
 from kvstore.prefix import (
     HASH_TOKENS,
     Chain,

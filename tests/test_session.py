@@ -565,7 +565,7 @@ def test_info_counts_every_byte(archive):
     assert info.payload_bytes == frames - 76 * info.n_frames
     assert info.bits_per_value == pytest.approx(8 * info.total_bytes / (k.size + v.size))
     assert info.ratio_fp16 == pytest.approx(16 / info.bits_per_value)
-    assert archive.sessions() == [info]
+    assert archive.survey().sessions == [info]
 
 
 def test_empty_session(place):

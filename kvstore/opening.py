@@ -1,0 +1,66 @@
+"""`kvstore.open`."""
+
+from __future__ import annotations
+
+import os
+
+from .archive import Archive
+from .backend import SNAPSHOT_SECONDS, Mode, check_timeout, open_backend
+
+
+def open(
+    path: str | os.PathLike[str],
+    mode: Mode = "r",
+    *,
+    lock_timeout: float = 10.0,
+    map_size: int | None = None,
+    backend: str | None = None,
+    quota_bytes: int | None = None,
+    snapshot_seconds: float = SNAPSHOT_SECONDS,
+    lease_seconds: float | None = None,
+) -> Archive:
+    """Open an archive.
+
+    Parameters
+    ----------
+    path
+        A directory (LMDB), or ``"memory:NAME"`` for one that lives in this process.
+    mode
+        ``"r"`` to read, ``"a"`` to append or create.
+    lock_timeout
+        Seconds that a write waits for other writers before it raises `Locked`; may be infinite.
+    map_size
+        Upper limit of the archive in bytes; None for 1 TiB or what the process can map.
+    backend
+        ``"lmdb"``, ``"memory"`` or None to go by `path`.
+    quota_bytes
+        Sets the archive's quota; None leaves it as it is. See `Archive.set_quota`.
+    snapshot_seconds
+        A read that takes longer raises `Closed`: while it lasts the archive cannot use freed
+        space again.
+    lease_seconds
+        How long an appender may be idle before another one may take its session; None: as long as
+        its process lives. All who append to an archive should agree.
+
+    Raises
+    ------
+    NotFound
+        Mode "r" and no archive there.
+    Truncated, Corrupt, Unsupported
+        Damaged, not an archive, or written by a newer release.
+    InvalidArgument
+        A mode, backend or place that cannot be used.
+    """
+    seconds = check_timeout(lock_timeout)
+    opened = open_backend(
+        path, mode, kind=backend, map_size=map_size, snapshot_seconds=snapshot_seconds
+    )
+    archive = Archive(opened, mode, lock_timeout=seconds, lease_seconds=lease_seconds)
+    if quota_bytes is not None:
+        try:
+            if quota_bytes != archive.quota_bytes:
+                archive.set_quota(quota_bytes)
+        except BaseException:
+            archive.close()
+            raise
+    return archive

@@ -1,0 +1,269 @@
+"""What is stored of a session: any token range of any layer, sizes and errors."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+from kvcodecs.errors import InvalidArgument
+from kvcodecs.spec import KINDS, Kind, KState, float_dtype
+
+from .backend import Snapshot
+from .identity import Model
+from .info import SessionInfo, session_info
+from .layout import check_threads
+from .matching import Promise
+from .reader import Reader, Request, check_range
+from .session_record import SessionRecord
+from .token_ids import Ids, read_ids
+
+if TYPE_CHECKING:
+    from .opened import OpenArchive
+
+Tensor = npt.NDArray[Any]
+
+
+class StoredSession:
+    """What is stored of a session, to read. Safe to use from many threads."""
+
+    def __init__(
+        self,
+        archive: OpenArchive,
+        name: str,
+        model: Model,
+        session: int,
+        promise: Promise | None = None,
+    ) -> None:
+        self._archive, self._name, self._id = archive, name, session
+        self._promise = promise
+        self._reader = Reader(model, self._where)
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def model(self) -> Model:
+        return self._reader.model
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """The JSON object that is stored with the session; a copy, see `set_metadata`."""
+        with self._archive._read() as snapshot:
+            return copy.deepcopy(dict(self._record(snapshot).metadata))
+
+    @property
+    def pinned(self) -> bool:
+        """Whether eviction leaves the session alone; see `pin`."""
+        with self._archive._read() as snapshot:
+            return self._record(snapshot).pinned
+
+    @property
+    def first_token(self) -> int:
+        """First position that was not trimmed; see `trim_front`."""
+        with self._archive._read() as snapshot:
+            return self._record(snapshot).first
+
+    @property
+    def n_committed(self) -> int:
+        """Tokens that are durable and readable, as of now; another process may append."""
+        with self._archive._read() as snapshot:
+            return self._record(snapshot).n_tokens
+
+    @property
+    def n_frames_read(self) -> int:
+        """Stored frames that reads of this object have decoded so far: a range costs its own."""
+        return self._reader.n_frames_read
+
+    def read(
+        self,
+        layer: int,
+        kind: Kind,
+        start: int = 0,
+        stop: int | None = None,
+        k_state: KState = "pre",
+        dtype: str | np.dtype[Any] | type | None = None,
+        *,
+        out: Tensor | None = None,
+        position_offset: int = 0,
+        n_threads: int | None = None,
+    ) -> Tensor:
+        """Return committed tokens ``[start, stop)`` of one stream.
+
+        Parameters
+        ----------
+        layer, kind
+            Which stream.
+        start, stop
+            Absolute positions; `stop` None means all that is committed.
+        k_state
+            K before or after RoPE; V and layers without RoPE are the same either way.
+        dtype
+            float32, float16 or bfloat16; None means the model's, or float32 if it has none.
+        out : (heads, stop - start, head_dim), optional
+            Written instead of a new array; last axis contiguous. Untouched if a stored byte
+            proves wrong.
+        position_offset
+            K after RoPE is rotated for positions so much later (earlier where negative): to use
+            the tokens at another place of a context. V and K before RoPE stay the same.
+        n_threads
+            None: one per CPU this process may use. The result does not depend on it.
+
+        Returns
+        -------
+        x : (heads, stop - start, head_dim)
+            Within half a step of the input in the coded domain, plus half an ulp of `dtype`.
+
+        Raises
+        ------
+        InvalidArgument
+            No such stream or range, one that was trimmed, a shifted position below 0, or a value
+            that overflows float16.
+        Truncated, Corrupt, Unsupported
+            Stored bytes are not what was written; names the block.
+        NotFound
+            The session has been deleted.
+        """
+        with self._archive._read() as snapshot:
+            record = self._record(snapshot)
+            spec = self.model.stream(layer, kind)
+            start, stop = check_range(
+                record, layer, kind, start, stop, self._where, self._n_appended()
+            )
+            _check_k_state(k_state)
+            n_threads = check_threads(n_threads)
+            self._reader.check_end(snapshot, record, layer, kind, stop)
+            shape = (spec.heads, stop - start, spec.head_dim)
+            if out is None:
+                out = np.empty(shape, self._dtype(dtype))
+            elif out.shape != shape or (dtype is not None and out.dtype != float_dtype(dtype)):
+                raise InvalidArgument(
+                    f"{self._where} layer {layer} {kind}: out is {out.dtype} {out.shape}, "
+                    f"expected {dtype or 'a float type'} {shape}"
+                )
+            request = Request(layer, kind, start, stop, out)
+            offset = check_offset(position_offset)
+            self._reader.read(snapshot, record, [request], k_state, n_threads, offset)
+        self._archive._room.note_use(self._id)
+        return out
+
+    def read_all(
+        self,
+        start: int = 0,
+        stop: int | None = None,
+        layers: Sequence[int] | None = None,
+        k_state: KState = "pre",
+        dtype: str | np.dtype[Any] | type | None = None,
+        *,
+        position_offset: int = 0,
+        n_threads: int | None = None,
+    ) -> tuple[Tensor | list[Tensor | None], Tensor | list[Tensor | None]]:
+        """Return committed tokens ``[start, stop)`` of K and V of all layers, or of `layers`.
+
+        The parameters are those of `read`.
+
+        Returns
+        -------
+        k, v
+            ``(layers, heads, n, head_dim)`` each where the layers are alike, else a list of
+            ``(heads, n, head_dim)`` per layer, with None where V is absent.
+
+        Raises
+        ------
+        InvalidArgument, Truncated, Corrupt, Unsupported, NotFound
+            As `read`.
+        """
+        chosen = range(self.model.n_layers) if layers is None else list(layers)
+        _check_k_state(k_state)
+        n_threads = check_threads(n_threads)
+        requests: list[Request] = []
+        results: list[Tensor | list[Tensor | None]] = []
+        with self._archive._read() as snapshot:
+            record = self._record(snapshot)
+            out_dtype = self._dtype(dtype)
+            for kind in KINDS:
+                parts: list[Tensor | None] = []
+                stacked: Tensor | None = None
+                for i, layer in enumerate(chosen):
+                    if not self.model.has_stream(layer, kind):
+                        parts.append(None)
+                        continue
+                    spec = self.model.stream(layer, kind)
+                    lo, hi = check_range(
+                        record, layer, kind, start, stop, self._where, self._n_appended()
+                    )
+                    self._reader.check_end(snapshot, record, layer, kind, hi)
+                    shape = (spec.heads, hi - lo, spec.head_dim)
+                    if stacked is None and self.model.is_uniform(chosen, kind):
+                        stacked = np.empty((len(chosen), *shape), out_dtype)
+                    part = np.empty(shape, out_dtype) if stacked is None else stacked[i]
+                    parts.append(part)
+                    requests.append(Request(layer, kind, lo, hi, part))
+                results.append(parts if stacked is None else stacked)
+            offset = check_offset(position_offset)
+            self._reader.read(snapshot, record, requests, k_state, n_threads, offset)
+        self._archive._room.note_use(self._id)
+        return results[0], results[1]
+
+    def token_ids(self, start: int = 0, stop: int | None = None) -> Ids | None:
+        """Return the committed token ids ``[start, stop)`` as int64; None if none are stored."""
+        with self._archive._read() as snapshot:
+            record = self._record(snapshot)
+            if not record.has_ids:
+                return None
+            stop = record.n_tokens if stop is None else stop
+            if not record.first <= start <= stop <= record.n_tokens:
+                raise InvalidArgument(
+                    f"{self._where}: token ids [{start}, {stop}) of [{record.first}, "
+                    f"{record.n_tokens})"
+                )
+            return read_ids(snapshot, record, start, stop, self._where)
+
+    def start_token(self, layer: int, kind: Kind = "k") -> int:
+        """Return the first position of a layer that can be read.
+
+        0, or more for a layer with a window or after `trim_front`.
+        """
+        self.model.stream(layer, kind)
+        with self._archive._read() as snapshot:
+            record = self._record(snapshot)
+            return max(record.streams[layer, kind].start, record.first)
+
+    def info(self) -> SessionInfo:
+        """Return sizes, rates and measured errors; decodes nothing."""
+        with self._archive._read() as snapshot:
+            record = self._record(snapshot)
+            return session_info(snapshot, self._name, record, self._reader)
+
+    @property
+    def _where(self) -> str:
+        return f"{self._archive.path}: session {self._name!r}"
+
+    def _record(self, snapshot: Snapshot) -> SessionRecord:
+        """Return the session's record; what a prompt matched must still be there."""
+        record = self._archive._catalog.record(snapshot, self._name, self._id)
+        if self._promise is not None:
+            self._promise.check(snapshot, record, self._where)
+        return record
+
+    def _dtype(self, dtype: str | np.dtype[Any] | type | None) -> np.dtype[Any]:
+        return float_dtype(dtype if dtype is not None else self.model.dtype or "float32")
+
+    def _n_appended(self) -> int | None:
+        """Return how many tokens there will be with the next commit, if somebody here appends."""
+        return None
+
+
+def _check_k_state(k_state: str) -> None:
+    if k_state not in ("pre", "post"):
+        raise InvalidArgument(f"k_state {k_state!r}, expected 'pre' or 'post'")
+
+
+def check_offset(position_offset: object) -> int:
+    """Return a shift of positions; `InvalidArgument` unless it is an integer."""
+    if isinstance(position_offset, bool) or not isinstance(position_offset, int | np.integer):
+        raise InvalidArgument(f"position_offset {position_offset!r}: expected an integer")
+    return int(position_offset)
