@@ -105,7 +105,7 @@ class Archive(OpenArchive):
             created=int(time.time()),
             metadata=metadata,
         )
-        lease = self._backend.lease(owner, name)
+        lease = self.take_lease(owner, name)
         try:
             self._publish(name, record, model, headers, replace=replace)
             session = self._make_session(name, model, owner)
@@ -261,12 +261,13 @@ class Archive(OpenArchive):
 
         A write that would not fit makes room: the sessions that were not used for longest are
         deleted, save pinned ones and those that somebody is appending to. Reads in progress end
-        as if nothing had happened. A little of the quota (1/32) stays free for LMDB's own work.
+        as if nothing had happened. 1/32 of the quota (up to 1/8 of small ones) stays free for
+        LMDB's own work.
 
         Parameters
         ----------
         quota_bytes
-            At least 256 KiB; None takes the quota away. Below what is used now, sessions are
+            At least 1 MiB; None takes the quota away. Below what is used now, sessions are
             evicted at once; the file itself gets no smaller until `kvstore.compact`.
 
         Raises

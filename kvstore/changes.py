@@ -97,7 +97,7 @@ def rename_session(session: Session, name: str, replace: bool) -> None:
         for opened in sorted(own, key=id):
             stack.enter_context(opened._lock)
         if all(opened._writer is None for opened in own):
-            stack.callback(archive._backend.lease(session._id, old_name).release)
+            stack.callback(archive.take_lease(session._id, old_name).release)
         replaces = stack.enter_context(archive._replaced(name, replace))
         archive._room.write(work, keep=(session._id,))
         for opened in own:

@@ -16,6 +16,7 @@ from .backend import (
     Mode,
     Snapshot,
     Transaction,
+    check_seconds,
 )
 from .catalog import UNKNOWN_ID, Catalog, begin
 from .forklock import ForkLock
@@ -44,7 +45,9 @@ class OpenArchive:
         lease_seconds: float | None = None,
     ) -> None:
         self._backend, self._mode, self._timeout = backend, mode, lock_timeout
-        self._lease_seconds = lease_seconds
+        self._lease_seconds = (
+            None if lease_seconds is None else check_seconds("lease_seconds", lease_seconds)
+        )
         self._catalog = Catalog(backend.path)
         self._room = Room(backend, self._catalog, lock_timeout)
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
@@ -119,11 +122,17 @@ class OpenArchive:
         with self._lock:
             return list(self._sessions)
 
+    def take_lease(self, session: int, name: str) -> Lease:
+        """Become the appender of a session, or raise `Locked`."""
+        return self._backend.lease(
+            session, name, expires=self._lease_seconds, timeout=self._timeout
+        )
+
     def _appender(self, session: Session) -> SessionWriter:
         """Take a session's lease and return its appender."""
         if self._mode == "r":
             raise InvalidArgument(f"{self.path}: opened with mode='r'; use mode='a' to append")
-        lease = self._backend.lease(session._id, session.name)
+        lease = self.take_lease(session._id, session.name)
         try:
             return self._writer(session, lease)
         except BaseException:
@@ -152,7 +161,7 @@ class OpenArchive:
                 stack.enter_context(opened._lock)
             # Nobody can hold the lease of a session whose id is not known: none is in the record.
             if session != UNKNOWN_ID and all(opened._writer is None for opened in own):
-                stack.callback(self._backend.lease(session, name).release)
+                stack.callback(self.take_lease(session, name).release)
             yield session
             for opened in own:
                 opened.close()

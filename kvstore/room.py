@@ -8,10 +8,11 @@ sessions are evicted, and it runs again. FORMAT.md section 5.6.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
+from contextlib import ExitStack
 from typing import Final, TypeVar
 
-from kvcodecs.errors import Full, InvalidArgument, KvError, Locked, NotFound
+from kvcodecs.errors import Full, InvalidArgument, KvError, Locked
 
 from . import keys
 from .backend import Backend, Snapshot, Transaction
@@ -23,18 +24,19 @@ from .survey import last_use, session_names
 T = TypeVar("T")
 
 #: Least quota: LMDB's own first pages and room to change a few.
-MIN_QUOTA: Final = 1 << 18
-# Of the quota, kept free: changed pages are written anew, and removing needs room too.
-_RESERVE: Final = 1 / 32
-_MIN_RESERVE: Final = 1 << 16
+MIN_QUOTA: Final = 1 << 20
 _POLL_SECONDS: Final = 0.05
 
 
 class _Overdraft(Exception):
-    """A transaction would use `n_bytes` too many, `n_new` of them its own; it is rolled back."""
+    """A transaction would use `n_bytes` too many; it is rolled back."""
 
-    def __init__(self, n_bytes: int, n_new: int) -> None:
-        self.n_bytes, self.n_new = n_bytes, n_new
+    def __init__(self, n_bytes: int, quota: int) -> None:
+        self.n_bytes, self.quota = n_bytes, quota
+
+
+class _NotEnough(Exception):
+    """There are no more sessions to evict."""
 
 
 class Room:
@@ -51,7 +53,12 @@ class Room:
         self._about: tuple[bytes, int | None] = (b"", None)
 
     def write(
-        self, work: Callable[[Transaction], T], keep: Collection[int] = (), *, frees: bool = False
+        self,
+        work: Callable[[Transaction], T],
+        keep: Collection[int] = (),
+        *,
+        n_bytes: int = 0,
+        frees: bool = False,
     ) -> T:
         """Run `work` in a transaction and commit it; `work` may run more than once.
 
@@ -59,6 +66,8 @@ class Room:
         ----------
         keep
             Ids of sessions that are not evicted for it.
+        n_bytes
+            What the work stores, about: more than could ever fit evicts nobody in vain.
         frees
             Whether the work is there to make room: it is never refused for the quota.
 
@@ -72,6 +81,8 @@ class Room:
         waited = False
         while True:
             quota = self._follow_quota()
+            if quota is not None and n_bytes > _soft(quota):
+                raise self._full(quota, f"one write of {n_bytes} bytes needs more than that")
             try:
                 with self._backend.write(self._timeout) as transaction:
                     before = transaction.used_bytes() if quota is not None else 0
@@ -80,9 +91,7 @@ class Room:
                         self._check(transaction.used_bytes(), before, quota)
                 return result
             except _Overdraft as over:
-                if quota is None or over.n_new > _soft(quota):
-                    raise self._full(quota, "one write needs more than that") from None
-                self._evict(over.n_bytes, keep, quota)
+                self._evict(over.n_bytes, keep, over.quota)
             except Full as error:
                 if quota is None or not error.is_limit:
                     raise
@@ -91,7 +100,8 @@ class Room:
                     waited = True
                     self._reclaim(quota)
                 else:
-                    self._evict(1, keep, quota)
+                    over_bytes = self._backend.info().used_bytes + n_bytes - _soft(quota)
+                    self._evict(max(over_bytes, 1), keep, quota)
 
     def note_use(self, session: int) -> None:
         """Note that a session was used: advisory, never fails."""
@@ -130,11 +140,19 @@ class Room:
                 about["quota"] = quota
             transaction.put(keys.ARCHIVE, pack_archive(about))
 
-        self.write(work, frees=True)
-        if self._follow_quota() is not None and quota is not None:
+        failure = None
+        if quota is not None:
+            # Before the limit holds: there is room to remove sessions then.
             over = self._backend.info().used_bytes - _soft(quota)
-            if over > 0:
-                self._evict(over, (), quota)
+            try:
+                if over > 0:
+                    self._evict(over, (), quota)
+            except Full as error:
+                failure = error
+        self.write(work, frees=True)
+        self._follow_quota()
+        if failure is not None:
+            raise failure
 
     def _stored_quota(self, snapshot: Snapshot) -> int | None:
         value = snapshot.get(keys.ARCHIVE)
@@ -146,7 +164,7 @@ class Room:
 
     def _check(self, after: int, before: int, quota: int) -> None:
         if after > before and after > _soft(quota):
-            raise _Overdraft(after - _soft(quota), after - before)
+            raise _Overdraft(after - _soft(quota), quota)
 
     def _evict(self, n_bytes: int, keep: Collection[int], quota: int) -> None:
         """Delete sessions until so many bytes are free, those not used for longest first.
@@ -154,46 +172,51 @@ class Room:
         Raises
         ------
         Full
-            There are not enough that may go.
+            There are not enough that may go; then none goes.
         """
         wanted = self._backend.info().used_bytes - n_bytes
-        for name, record in self._by_last_use(keep):
-            if self._backend.info().used_bytes <= wanted:
-                break
-            self._delete(name, record)
-        if self._backend.info().used_bytes > wanted:
-            raise self._full(quota, "what is left is pinned, or being appended to")
+        try:
+            try:
+                self._evict_until(wanted, keep)
+            except Full:
+                # Removing takes room as well; for all at once there is too little.
+                while self._backend.info().used_bytes > wanted:
+                    self._backend.reclaim(self._timeout)
+                    self._evict_until(wanted, keep, most=1)
+        except _NotEnough:
+            why = "what may be evicted does not make enough room"
+            raise self._full(quota, why) from None
         self._backend.reclaim(self._timeout)
 
-    def _delete(self, name: str, record: SessionRecord) -> None:
-        """Delete one session unless it is in use, pinned by now, or gone."""
-        try:
-            lease = self._backend.lease(record.id, name)
-        except Locked:
-            return
-        try:
-            with self._backend.write(self._timeout) as transaction:
-                stored = self._catalog.record(transaction, name, record.id)
-                if not stored.pinned:
-                    self._catalog.delete(transaction, name, record.id)
-        except NotFound:
-            pass
-        finally:
-            lease.release()
+    def _evict_until(self, wanted: int, keep: Collection[int], most: int = 1 << 62) -> None:
+        """Delete up to `most` sessions in one transaction; `_NotEnough` if there are too few."""
+        with ExitStack() as leases, self._backend.write(self._timeout) as transaction:
+            for name, record in self._by_last_use(transaction, keep):
+                try:
+                    lease = self._backend.lease(record.id, name)
+                except Locked:
+                    continue  # being appended to
+                leases.callback(lease.release)
+                self._catalog.delete(transaction, name, record.id)
+                most -= 1
+                if not most or transaction.used_bytes() <= wanted:
+                    return
+            raise _NotEnough
 
-    def _by_last_use(self, keep: Collection[int]) -> Iterator[tuple[str, SessionRecord]]:
+    def _by_last_use(
+        self, snapshot: Snapshot, keep: Collection[int]
+    ) -> list[tuple[str, SessionRecord]]:
+        """Return the sessions that may go, those not used for longest first."""
         uses = self._backend.last_uses()
         found = []
-        with self._backend.read() as snapshot:
-            for name in session_names(snapshot):
-                try:
-                    record = self._catalog.record(snapshot, name)
-                except KvError:
-                    continue  # a damaged session is for its user to judge
-                if not record.pinned and record.id not in keep:
-                    found.append((last_use(record, uses), name, record))
-        for _, name, record in sorted(found, key=lambda item: item[:2]):
-            yield name, record
+        for name in session_names(snapshot):
+            try:
+                record = self._catalog.record(snapshot, name)
+            except KvError:
+                continue  # a damaged session is for its user to judge
+            if not record.pinned and record.id not in keep:
+                found.append((last_use(record, uses), name, record))
+        return [(name, record) for _, name, record in sorted(found, key=lambda item: item[:2])]
 
     def _reclaim(self, quota: int) -> None:
         """Make freed pages usable; waits for the readers that keep them.
@@ -214,10 +237,11 @@ class Room:
     def _full(self, quota: int | None, why: str) -> Full:
         return Full(
             f"{self._backend.path}: the quota of {quota} bytes is used up: {why}; unpin or delete "
-            "sessions, or raise the quota",
+            "sessions, close appenders, or raise the quota",
             is_limit=True,
         )
 
 
 def _soft(quota: int) -> int:
-    return quota - max(_MIN_RESERVE, int(quota * _RESERVE))
+    """Return how much may be used: changed pages are written anew, removing needs room too."""
+    return quota - max(quota // 32, min(quota // 8, 1 << 18))

@@ -88,6 +88,7 @@ class SessionWriter:
     ) -> None:
         """Check everything, then push everything. See `Session.append`."""
         self._check_whole()
+        self.lease.renew()
         if k_state not in ("pre", "post"):
             raise InvalidArgument(f"{self._where}: k_state {k_state!r}, expected 'pre' or 'post'")
         if start is not None and start != self.n_tokens:
@@ -166,7 +167,8 @@ class SessionWriter:
             put_record(transaction, self._catalog, self.name, stored, record, shrunk=shrunk)
             return record
 
-        record = self._room.write(store, keep=(self.record.id,))
+        n_bytes = sum(len(value) for _, value in puts if value is not None)
+        record = self._room.write(store, keep=(self.record.id,), n_bytes=n_bytes)
         self._room.note_use(record.id)
         self._prefix.committed()
         for stream in self._streams.values():
@@ -177,6 +179,7 @@ class SessionWriter:
 
     def stored(self, transaction: Transaction) -> SessionRecord:
         """Return the session's record, once it is sure that it is still this appender's."""
+        self.lease.check()
         try:
             stored = self._catalog.record(transaction, self.name, self.record.id)
         except NotFound as error:
@@ -348,7 +351,8 @@ class SessionWriter:
                         transaction.put(name, value)
 
         try:
-            self._room.write(store)
+            n_bytes = sum(stream.sealed_bytes for stream in streams)
+            self._room.write(store, keep=(self.record.id,), n_bytes=n_bytes)
         except KvError:
             patience[0] = False
             return
