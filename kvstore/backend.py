@@ -8,7 +8,7 @@ means; `keys` and `records` do. FORMAT.md section 1.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Final, Literal, Protocol, TypeAlias
@@ -376,11 +376,7 @@ def open_backend(
     if map_size is not None and not (type(map_size) is int and 0 < map_size < 1 << 63):
         raise InvalidArgument(f"map_size {map_size!r} is not a positive number of bytes")
     check_seconds("snapshot_seconds", snapshot_seconds)
-    text = os.fspath(path) if isinstance(path, str | os.PathLike) else path
-    if not isinstance(text, str) or not _is_path(text):
-        raise InvalidArgument(f"path {path!r}: expected a string or a path")
-    if kind is None:
-        kind = "memory" if text.startswith(MEMORY_PREFIX) else "lmdb"
+    text, kind = _place(path, kind)
     # Backends never import each other, and nobody pays for one that is not used.
     if kind == "memory":
         from .backends.memory import MemoryBackend
@@ -392,3 +388,57 @@ def open_backend(
 
         return LmdbBackend(text, mode, map_size=map_size, snapshot_seconds=snapshot_seconds)
     raise InvalidArgument(f"backend {kind!r}, expected 'lmdb' or 'memory'")
+
+
+def compact_backend(
+    path: str | os.PathLike[str],
+    *,
+    kind: str | None = None,
+    progress: Callable[[int, int], object] | None = None,
+) -> tuple[int, int]:
+    """Return the free space of an archive to the file system, while nobody has it open.
+
+    Parameters
+    ----------
+    path, kind
+        As for `open_backend`.
+    progress
+        Called now and then with the bytes written so far and those that there will be; what it
+        raises ends the compaction, and the archive is as it was.
+
+    Returns
+    -------
+    tuple of int
+        Bytes of the data file before and after; in memory, where nothing is free, both the same.
+
+    Raises
+    ------
+    Locked
+        Somebody has it open, in this process or another.
+    Full
+        No space for the copy that is made first; the archive is as it was.
+    NotFound, InvalidArgument, Truncated, Corrupt
+        No archive, one that cannot be written, or a damaged one.
+    """
+    text, kind = _place(path, kind)
+    if kind == "memory":
+        from .backends.memory import MemoryBackend
+
+        backend = MemoryBackend(text.removeprefix(MEMORY_PREFIX), "r")
+        n_bytes = backend.info().file_bytes
+        return n_bytes, n_bytes
+    if kind == "lmdb":
+        from .backends._compact import compact
+
+        return compact(text, progress)
+    raise InvalidArgument(f"backend {kind!r}, expected 'lmdb' or 'memory'")
+
+
+def _place(path: object, kind: str | None) -> tuple[str, str]:
+    """Return a path as text, and the kind of backend that is there."""
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else path
+    if not isinstance(text, str) or not _is_path(text):
+        raise InvalidArgument(f"path {path!r}: expected a string or a path")
+    if kind is None:
+        kind = "memory" if text.startswith(MEMORY_PREFIX) else "lmdb"
+    return text, kind

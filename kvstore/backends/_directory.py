@@ -10,14 +10,18 @@ from kvcodecs.errors import Full, InvalidArgument, NotFound, Truncated
 
 from ..last_use import FOLDED_FILE, USES_FILE
 from ..lease import LEASE_DIRECTORY
+from ._open_lock import OPEN_LOCK
 
 DATA_FILE: Final = "data.mdb"
 LOCK_FILE: Final = "lock.mdb"
+#: What compaction makes before it renames them; left by one that was killed.
+COMPACTED_DATA_FILE: Final = "data.mdb.new"
+COMPACTED_LOCK_FILE: Final = "lock.mdb.new"
 MAX_READERS: Final = 1022
 #: Length of LMDB's lock file: 64 bytes for each reader, and two more lines of 64.
 LOCK_BYTES: Final = 64 * (MAX_READERS + 2)
 #: What may be there where an archive begins.
-NO_DATA: Final = frozenset((LOCK_FILE, LEASE_DIRECTORY, USES_FILE, FOLDED_FILE))
+NO_DATA: Final = frozenset((LOCK_FILE, OPEN_LOCK, LEASE_DIRECTORY, USES_FILE, FOLDED_FILE))
 NO_SPACE: Final = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 
 

@@ -25,9 +25,13 @@ from ._directory import DATA_FILE, check_directory
 from ._errors import translate
 from ._freelist import tail_is_free
 from ._heads import Head, read_head
+from ._open_lock import OpenLock, share
 from ._opening import open_environment
 
 _RESIZE_TIMEOUT: Final = 10.0
+# How long opening waits for a compaction to end, and how often it looks.
+_COMPACTION_TIMEOUT: Final = 5.0
+_COMPACTION_PAUSE: Final = 0.02
 # What an archive beyond its limit may grow by, since removing changes pages too.
 _ROOM_TO_REMOVE: Final = 1 << 16
 
@@ -36,9 +40,16 @@ class Environment:
     """A shared `lmdb.Environment`; made by `acquire`, given back by `release`."""
 
     def __init__(
-        self, env: Any, path: str, identity: tuple[int, int], writable: bool, map_size: int | None
+        self,
+        env: Any,
+        path: str,
+        identity: tuple[int, int],
+        writable: bool,
+        map_size: int | None,
+        open_lock: OpenLock | None,
     ) -> None:
         self.env, self.path, self.writable = env, path, writable
+        self._open_lock = open_lock
         self.identity = identity
         self.refs = 1
         self.writer_lock = threading.Lock()
@@ -181,7 +192,7 @@ class Environment:
         try:
             self.env.set_mapsize(size)  # never less than the pages in use
         except lmdb.Error as error:
-            self._end()
+            self.end()
             raise translate(error, self.path) from error
 
     def _mapped(self) -> int:
@@ -278,13 +289,16 @@ class Environment:
         with self._gate:
             if self.refs or self._n_active or self._closed:
                 return
-            self._end()
+            self.end()
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """Close it; nobody has a transaction open."""
         self._closed = True
         _registry.pop(self.identity, None)
         self.env.close()
         os.close(self._data_fd)
+        if self._open_lock is not None:
+            self._open_lock.release()
 
     def _forget_in_child(self) -> None:
         # Closing frees the child to reopen the path, and is safe unless a transaction was open:
@@ -365,12 +379,19 @@ def acquire(path: str, *, create: bool, map_size: int | None, shown: str) -> Env
     shown
         The path as the caller spelled it.
     """
-    try:
-        with _registry_lock:
-            _settle_locked()
-            found = _find_or_open(path, map_size, create, shown)
-    finally:
-        _settle()
+    deadline = time.monotonic() + _COMPACTION_TIMEOUT
+    while True:
+        try:
+            with _registry_lock:
+                _settle_locked()
+                found = _find_or_open(path, map_size, create, shown)
+            break
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise Locked(f"{shown}: is being compacted; try again later") from None
+        finally:
+            _settle()
+        time.sleep(_COMPACTION_PAUSE)
     if create and not found.writable:
         release(found)
         raise InvalidArgument(f"{shown}: not writable here; open it with mode='r'")
@@ -389,13 +410,26 @@ def release(environment: Environment) -> None:
     _settle()
 
 
+def is_open_here(path: str) -> bool:
+    """Whether this process has the archive in a directory open."""
+    with _registry_lock:
+        _settle_locked()
+        return _identity(os.path.join(path, DATA_FILE)) in _registry
+
+
 def _find_or_open(path: str, map_size: int | None, create: bool, shown: str) -> Environment:
     data = os.path.join(path, DATA_FILE)
     found = _registry.get(_identity(data)) if os.path.exists(data) else None
     check_directory(path, create, shown, is_open=found is not None)
     if found is None:
-        env, writable = open_environment(path, data, map_size, create, shown)
-        found = Environment(env, path, _identity(data), writable, map_size)
+        open_lock = share(path)
+        try:
+            env, writable = open_environment(path, data, map_size, create, shown)
+            found = Environment(env, path, _identity(data), writable, map_size, open_lock)
+        except BaseException:
+            if open_lock is not None:
+                open_lock.release()
+            raise
         _registry[found.identity] = found
     else:
         found.refs += 1

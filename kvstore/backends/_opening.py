@@ -6,7 +6,7 @@ import os
 from typing import Any, Final
 
 import lmdb
-from kvcodecs.errors import Closed, Full, InvalidArgument, Truncated
+from kvcodecs.errors import Closed, Full, InvalidArgument, KvError, Truncated
 
 from ._directory import DATA_FILE, LOCK_FILE, MAX_READERS, mark_begun, reserve_lock_file
 from ._errors import translate
@@ -65,13 +65,19 @@ def open_environment(
             return env, writable
     if error is None:
         raise Full(f"{shown}: no map size fits")
+    raise explain(error, data, shown) from error
+
+
+def explain(error: lmdb.Error, data: str, shown: str) -> KvError:
+    """Return the error of ours for one that opening the data file raised."""
+    n_bytes = os.stat(data).st_size if os.path.exists(data) else None
     if "already open in this process" in str(error):
-        raise Closed(
+        return Closed(
             f"{shown}: already open in this process: by the lmdb package itself, or the process "
             "that this one was forked from was just using it; use a process started anew"
-        ) from error
-    if exists and not os.access(data, os.R_OK):
-        raise InvalidArgument(f"{shown}: no right to read {DATA_FILE}") from error
-    if isinstance(error, lmdb.InvalidError) and n_bytes < 8192:
-        raise Truncated(f"{shown}: {DATA_FILE} has only {n_bytes} bytes") from error
-    raise translate(error, shown) from error
+        )
+    if n_bytes is not None and not os.access(data, os.R_OK):
+        return InvalidArgument(f"{shown}: no right to read {DATA_FILE}")
+    if isinstance(error, lmdb.InvalidError) and n_bytes is not None and n_bytes < 8192:
+        return Truncated(f"{shown}: {DATA_FILE} has only {n_bytes} bytes")
+    return translate(error, shown)

@@ -103,6 +103,7 @@ class _Transaction(_Snapshot):
         super().__init__(txn, where, math.inf)
         self._environment = environment
         self._n_changes = self._n_put_pages = 0
+        self._head: Head | None = None
         #: The error that LMDB allows nothing after but to roll back.
         self.failed: KvError | None = None
 
@@ -127,7 +128,9 @@ class _Transaction(_Snapshot):
             raise self._translate(error) from error
 
     def used_bytes(self) -> int:
-        head = self._environment.head()  # nobody else commits meanwhile
+        if self._head is None:
+            self._head = self._environment.head()  # nobody else commits meanwhile
+        head = self._head
         n_pages = head.n_used
         if self._n_changes:
             try:
