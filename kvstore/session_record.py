@@ -260,10 +260,12 @@ def _session(data: dict[str, Any], names: list[StreamName], where: str) -> Sessi
             configs[kind] = config_from_json(codec if "codec" in codec else codec[kind])
         fields = ("block_tokens", "start", "n_head", "header")
         columns = [_unfold(names, data.get(name, 0)) for name in fields]
-        streams = {
-            name: StreamState(block, start, n_head, bool(header))
-            for name, block, start, n_head, header in zip(names, *columns, strict=True)
+        # Most streams are alike: one object for them, since many records are kept.
+        states = {
+            row: StreamState(*row[:3], bool(row[3])) for row in set(zip(*columns, strict=True))
         }
+        rows = zip(*columns, strict=True)
+        streams = {name: states[row] for name, row in zip(names, rows, strict=True)}
         if any(header > 1 for header in columns[3]):
             raise ValueError(f"header {columns[3]}")
         faithful = data.get("faithful")
