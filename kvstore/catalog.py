@@ -38,8 +38,8 @@ UNKNOWN_ID: Final = 0
 #: What to do about a name that is taken; the command line has other advice.
 TAKEN_ADVICE: Final = "open it with archive.session(...), or delete_session(...) it first"
 REPLACE_ADVICE: Final = "replace=True replaces it"
-#: Parsed records that are kept; the oldest go first.
-MAX_KEPT: Final = 4096
+#: Parsed records that are kept at a time.
+MAX_KEPT: Final = 1 << 14
 #: So many names are listed where one is not found.
 MAX_NAMES: Final = 5
 
@@ -91,9 +91,8 @@ class Catalog:
             fields = load_session(data, name, where)
             model = self.model(snapshot, model_of(fields, where))
             cached = (data, unpack_session(fields, model.streams(), where))
-            self._records.pop(name, None)
-            while len(self._records) >= MAX_KEPT:
-                self._records.pop(next(iter(self._records)), None)
+            if len(self._records) >= MAX_KEPT:
+                self._records.clear()
             self._records[name] = cached
         record = cached[1]
         if session is not None and record.id != session:

@@ -261,10 +261,11 @@ def _session(data: dict[str, Any], names: list[StreamName], where: str) -> Sessi
         fields = ("block_tokens", "start", "n_head", "header")
         columns = [_unfold(names, data.get(name, 0)) for name in fields]
         # Most streams are alike: one object for them, since many records are kept.
+        rows = list(zip(*columns, strict=True))
         states = {
-            row: StreamState(*row[:3], bool(row[3])) for row in set(zip(*columns, strict=True))
+            (block, start, n_head, header): StreamState(block, start, n_head, bool(header))
+            for block, start, n_head, header in set(rows)
         }
-        rows = zip(*columns, strict=True)
         streams = {name: states[row] for name, row in zip(names, rows, strict=True)}
         if any(header > 1 for header in columns[3]):
             raise ValueError(f"header {columns[3]}")
