@@ -29,7 +29,7 @@ from .archive import Archive
 from .identity import LayerSpec, Model, Shard
 from .info import ArchiveInfo, SessionInfo, StreamInfo
 from .matching import Match
-from .opening import open
+from .opening import compact, open
 from .relocation import AppendedRange
 from .session import Session
 from .survey import SessionEntry
@@ -62,6 +62,7 @@ __all__ = [
     "Truncated",
     "Unsupported",
     "__version__",
+    "compact",
     "open",
 ]
 

@@ -1,11 +1,12 @@
-"""`kvstore.open`."""
+"""`kvstore.open` and `kvstore.compact`: what is done to a whole archive by its path."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 from .archive import Archive
-from .backend import SNAPSHOT_SECONDS, Mode, check_timeout, open_backend
+from .backend import SNAPSHOT_SECONDS, Mode, check_timeout, compact_backend, open_backend
 
 
 def open(
@@ -64,3 +65,35 @@ def open(
             archive.close()
             raise
     return archive
+
+
+def compact(
+    path: str | os.PathLike[str], *, progress: Callable[[int, int], object] | None = None
+) -> tuple[int, int]:
+    """Return the free space inside an archive to the file system.
+
+    Copies what is used and replaces the file; killed at any point, the archive is the old one or
+    the new one. Needs room for the copy, and nobody who has the archive open.
+
+    Parameters
+    ----------
+    path
+        As for `open`.
+    progress
+        Called now and then with the bytes written so far and those that there will be.
+
+    Returns
+    -------
+    before, after
+        Bytes of the data file.
+
+    Raises
+    ------
+    Locked
+        Somebody has it open, in this process or another.
+    Full
+        No room for the copy; the archive is as it was.
+    NotFound, InvalidArgument, Truncated, Corrupt
+        No archive, one that cannot be written, or a damaged one.
+    """
+    return compact_backend(path, progress=progress)
