@@ -91,9 +91,11 @@ def rename_session(session: Session, name: str, replace: bool) -> None:
             )
         put_record(transaction, archive._catalog, name, record, record, old_name=old_name)
 
-    own = [opened for opened in archive._open_sessions() if opened._id == session._id]
     with ExitStack() as stack:
-        # Always in the same order.
+        # Two names' sessions are locked here: one rename at a time, or two might wait for each
+        # other.
+        stack.enter_context(archive._renaming)
+        own = [opened for opened in archive._open_sessions() if opened._id == session._id]
         for opened in sorted(own, key=id):
             stack.enter_context(opened._lock)
         if all(opened._writer is None for opened in own):

@@ -51,7 +51,7 @@ class OpenArchive:
         self._catalog = Catalog(backend.path)
         self._room = Room(backend, self._catalog, lock_timeout)
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
-        self._lock = ForkLock()
+        self._lock, self._renaming = ForkLock(), ForkLock()
         try:
             self._about = begin(backend, mode, lock_timeout)
             if mode == "a" and int(self._about["format"]) < FORMAT_VERSION:

@@ -224,9 +224,8 @@ class Session(StoredSession):
         Locked
             Another session object is appending, or see `commit`.
         """
-        with self._lock:
-            self._check_open()
-            rename_session(self, name, replace)
+        self._check_open()
+        rename_session(self, name, replace)
 
     def set_metadata(self, metadata: Mapping[str, Any]) -> None:
         """Replace the JSON object that is stored with the session; durable at once."""
