@@ -18,7 +18,7 @@ from .backend import Snapshot, Transaction
 from .identity import Model
 from .prefix_upkeep import unindex
 from .session_record import SessionRecord, StreamName
-from .spans import head_of, id_spans, spans_of
+from .spans import head_of, header_of, id_spans, spans_of
 from .token_ids import CHUNK_TOKENS
 from .users import indexed, is_prefix, users_of
 
@@ -72,8 +72,7 @@ def claims_of(record: SessionRecord, *, ahead: bool = False) -> dict[int, Claim]
     found: dict[int, Claim] = {record.owner: Claim()}
     if ahead:
         found[record.owner].ahead = {
-            stream: max(record.n_tokens - state.start, 0) // state.block_tokens
-            for stream, state in record.streams.items()
+            stream: _first_ahead(record, stream) for stream in record.streams
         }
 
     def of(owner: int) -> Claim:
@@ -86,6 +85,14 @@ def claims_of(record: SessionRecord, *, ahead: bool = False) -> dict[int, Claim]
         if first < stop:
             of(owner).chunks.append((first, stop))
     return found
+
+
+def _first_ahead(record: SessionRecord, stream: StreamName) -> int:
+    """Return the first block that an appender may store: all, where it fixes the header."""
+    if header_of(record, stream) is None:
+        return 0
+    state = record.streams[stream]
+    return max(record.n_tokens - state.start, 0) // state.block_tokens
 
 
 def _claim_stream(record: SessionRecord, stream: StreamName, of: Callable[[int], Claim]) -> None:
