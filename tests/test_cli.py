@@ -16,7 +16,7 @@ import kvcodecs
 import ml_dtypes
 import numpy as np
 import pytest
-from kvtools import cli, terminal
+from kvtools import cli, terminal, values
 from kvtools.kvfile import KvFile
 from kvtools.tensorfile import TensorFile, TensorWriter
 
@@ -84,8 +84,8 @@ def test_help_everywhere(run):
 
 
 def test_examples_in_help_parse():
-    for command, (_, _, _, example) in cli.COMMANDS.items():
-        args = cli.build_parser().parse_args(example.split()[1:])
+    for command, about in cli.COMMANDS.items():
+        args = cli.build_parser().parse_args(about.example.split()[1:])
         assert args.command == command
 
 
@@ -138,10 +138,10 @@ def test_wrong_usage_is_exit_code_2(run, argv):
 
 
 def test_ranges_and_layers():
-    assert cli.token_range("3:7") == (3, 7)
-    assert cli.token_range(":7") == (0, 7)
-    assert cli.token_range("3:") == (3, None)
-    assert cli.layer_list("0,3,5-7") == [range(1), range(3, 4), range(5, 8)]
+    assert values.token_range("3:7") == (3, 7)
+    assert values.token_range(":7") == (0, 7)
+    assert values.token_range("3:") == (3, None)
+    assert values.layer_list("0,3,5-7") == [range(1), range(3, 4), range(5, 8)]
 
 
 # -- pack and unpack

@@ -38,7 +38,7 @@ POLICIES = ("rel_step", "step", "max_error", "rmse", "bpv")
 
 
 def codec_config(args: argparse.Namespace, raw_dtype: str = "float32") -> CodecConfig:
-    """Return the codec that the options of `_add_codec` ask for; wrong usage exits."""
+    """Return the codec that the options of `add_codec` ask for; wrong usage exits."""
     options = {
         name: getattr(args, name)
         for name in (*POLICIES, "sink", "sink_div")

@@ -1,0 +1,184 @@
+"""`pack` and `unpack` on the command line: their arguments."""
+
+from __future__ import annotations
+
+import argparse
+
+from kvtools.command import Command
+from kvtools.values import (
+    block_size,
+    count,
+    layer_list,
+    path,
+    positive_float,
+    positive_int,
+    shard,
+    token_range,
+)
+
+DTYPES = ("float16", "bfloat16", "float32")
+
+
+def add_codec(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    codec = parser.add_argument_group("codec")
+    codec.add_argument(
+        "--codec",
+        choices=("kvr1", "tkv1", "raw"),
+        default="kvr1",
+        help="kvr1: frozen tables; tkv1: adapts to each block, several times slower, smaller where "
+        "the spread of a channel changes from token to token or where a few values lie far beyond "
+        "all others; raw: bit exact (default: kvr1)",
+    )
+    policy = codec.add_mutually_exclusive_group()
+    narrow = "float16 and bfloat16 add half a unit in their last place"
+    for flag, metavar, text in (
+        ("--rel-step", "R", "quantiser step as a multiple of each stream's RMS (default: 0.25)"),
+        ("--step", "S", "quantiser step; the error is at most half of it, as --max-error"),
+        ("--max-error", "E", f"largest absolute error as float32; {narrow}"),
+        ("--rmse", "E", "root mean square error to aim at"),
+        ("--bpv", "BITS", "bits per value of the payload, to aim at; headers come on top"),
+    ):
+        policy.add_argument(flag, type=positive_float, metavar=metavar, help=text)
+    codec.add_argument(
+        "--sink", type=count, metavar="N", help="first N tokens are coded finer (default: 4)"
+    )
+    codec.add_argument(
+        "--sink-div", type=positive_int, metavar="D", help="how many times finer (default: 16)"
+    )
+    return codec
+
+
+def _add_pack(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "input",
+        type=path,
+        metavar="INPUT",
+        help="safetensors file with tensors k_pre (K before RoPE) or k (after it), and v, "
+        "[layers][heads][tokens][head_dim]; or layers.N.k_pre, layers.N.k and layers.N.v, "
+        "[heads][tokens][head_dim]; F16, BF16 or F32; token_ids if it has them",
+    )
+    parser.add_argument("archive", type=path, metavar="ARCHIVE", help="archive, created if missing")
+    parser.add_argument("--session", metavar="NAME", help="session name (default: INPUT's stem)")
+    parser.add_argument(
+        "--replace", action="store_true", help="replace the session if the archive has it"
+    )
+    parser.add_argument(
+        "--renumber",
+        action="store_true",
+        help="pack a part of a session, written by unpack --range, as tokens 0.. of a new one; "
+        "K before RoPE only",
+    )
+    parser.add_argument(
+        "--block-tokens",
+        type=block_size,
+        default="auto",
+        metavar="N",
+        help="tokens per block; auto: 128 to 1024 for each stream, so that blocks reach about "
+        "32 KB (default: auto)",
+    )
+    add_codec(parser).add_argument(
+        "--fit-tokens",
+        type=positive_int,
+        default=128,
+        metavar="N",
+        help="fewest tokens that statistics are fitted to; shorter inputs are stored uncompressed "
+        "(default: 128)",
+    )
+    keys = parser.add_argument_group(
+        "keys and RoPE",
+        "RoPE frequencies come from the options below, else from the key rope_inv_freq_f32\n"
+        "of the input header's metadata (a JSON list), else from the same key of a file\n"
+        "STEM.json beside the input. What unpack wrote needs none of this.",
+    )
+    keys.add_argument(
+        "--k-state",
+        choices=("pre", "post"),
+        help="K before or after RoPE (default: pre for tensors k_pre, post for k)",
+    )
+    source = keys.add_mutually_exclusive_group()
+    source.add_argument(
+        "--inv-freq",
+        type=path,
+        metavar="JSON",
+        help="RoPE frequencies: a JSON list, or a file that holds one",
+    )
+    source.add_argument(
+        "--rope-theta", type=positive_float, metavar="T", help="RoPE frequencies from a base"
+    )
+    keys.add_argument(
+        "--rotary-dim", type=positive_int, metavar="N", help="with --rope-theta (default: head_dim)"
+    )
+    keys.add_argument("--rope-style", choices=("half", "interleaved"), help="pairs (default: half)")
+    keys.add_argument(
+        "--rope-scaling", type=positive_float, metavar="G", help="attention scaling (default: 1)"
+    )
+    model = parser.add_argument_group(
+        "model",
+        "The session's identity: whatever differs here is never taken for the same KV.\n"
+        "What unpack wrote keeps its own, but for what is given here.",
+    )
+    model.add_argument("--model-name", metavar="NAME", help="(default: the input's, or unknown)")
+    for flag, metavar, text in (
+        ("--revision", "REV", "of the model, a commit for example"),
+        ("--weights", "DIGEST", "of the model's weights"),
+        ("--tokenizer", "DIGEST", "of the tokenizer"),
+        ("--adapter", "NAME", "what changes the weights (LoRA): a name, or better a digest"),
+        ("--layout", "TEXT", "how heads and channels are arranged, where that can differ"),
+        ("--salt", "TEXT", "keeps apart what is equal otherwise, tenants for example"),
+    ):
+        model.add_argument(flag, metavar=metavar, help=text)
+    model.add_argument(
+        "--shard",
+        type=shard,
+        metavar="RANK/SIZE:START-STOP",
+        help="tensor-parallel shard and the range of the model's KV heads that it holds, "
+        "such as 1/8:4-8",
+    )
+    model.add_argument(
+        "--dtype", choices=DTYPES, help="what reads return by default (default: the input's)"
+    )
+    model.add_argument(
+        "--no-v",
+        action="store_true",
+        help="K only: V of the input is left out, and layers get no V (as with multi-head latent "
+        "attention)",
+    )
+
+
+def _add_unpack(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("archive", type=path, metavar="ARCHIVE")
+    parser.add_argument("output", type=path, metavar="OUT.safetensors")
+    parser.add_argument("--session", metavar="NAME", help="(default: the only one)")
+    parser.add_argument(
+        "--range",
+        type=token_range,
+        metavar="A:B",
+        help="tokens (default: all that each layer has)",
+    )
+    parser.add_argument(
+        "--layers",
+        type=layer_list,
+        metavar="LIST",
+        help="such as 0,3,5-7, counted from 0 in the archive (default: all)",
+    )
+    parser.add_argument(
+        "--k-state", choices=("pre", "post"), default="pre", help="(default: pre, as tensor k_pre)"
+    )
+    parser.add_argument("--dtype", choices=DTYPES, help="(default: the session's)")
+    parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
+
+
+COMMANDS = {
+    "pack": Command(
+        "pack",
+        "Pack a safetensors file of K and V into an archive, in constant memory.",
+        _add_pack,
+        "kvstore pack chat.safetensors chats.kv --session alice/42 --rel-step 0.25",
+    ),
+    "unpack": Command(
+        "unpack",
+        "Write a session, or some tokens or layers of it, to a safetensors file.",
+        _add_unpack,
+        "kvstore unpack chats.kv out.safetensors --session alice/42 --range 1000:1200",
+    ),
+}

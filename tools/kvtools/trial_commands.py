@@ -1,0 +1,49 @@
+"""`demo` and `bench` on the command line: their arguments."""
+
+from __future__ import annotations
+
+import argparse
+
+from kvtools.command import Command
+from kvtools.packing_commands import add_codec
+from kvtools.values import path, up_to
+
+#: The groups of `bench`.
+BENCH_GROUPS = ("codec", "rate", "peers", "file", "range", "open", "append", "import", "memory")
+#: Bounds of what `bench` repeats and writes.
+MAX_REPS = 10_000
+MAX_MEMORY_MB = 1_000_000
+
+
+def _add_demo(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--keep", type=path, metavar="DIR", help="keep the archive in this folder")
+
+
+def _add_bench(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--data", type=path, metavar="FILE", help="(default: the packaged sample)")
+    add_codec(parser)
+    parser.add_argument("--reps", type=up_to(MAX_REPS), default=5, metavar="N", help="(default: 5)")
+    parser.add_argument(
+        "--only", metavar="GROUPS", help=f"some of {','.join(BENCH_GROUPS)} (default: all)"
+    )
+    parser.add_argument("--csv", type=path, metavar="FILE", help="write the rows here as well")
+    parser.add_argument(
+        "--memory-mb", type=up_to(MAX_MEMORY_MB), default=64, metavar="MB",
+        help="size of the input of the memory group (default: 64)",
+    )  # fmt: skip
+
+
+COMMANDS = {
+    "demo": Command(
+        "demo",
+        "Do the whole job on packaged real data in two processes, and check the result.",
+        _add_demo,
+        "kvstore demo",
+    ),
+    "bench": Command(
+        "bench",
+        "Measure size, speed, memory and start-up, after checking that results are equal.",
+        _add_bench,
+        "kvstore bench --data kv.safetensors --only codec --csv bench.csv",
+    ),
+}

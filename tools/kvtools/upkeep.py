@@ -1,0 +1,55 @@
+"""`kvstore verify`, `gc`: whether an archive is sound, and what it need not hold."""
+
+from __future__ import annotations
+
+import argparse
+
+import kvstore
+from kvtools.existing import existing_archive
+from kvtools.terminal import count_text, plain, progress, show_json, size_text
+
+
+def run_verify(args: argparse.Namespace) -> int:
+    """Check everything; print one line per problem and exit with 1 if there is any."""
+    with kvstore.open(args.archive) as archive:
+        label = "decode" if args.decode else "verify"
+        with progress(label, quiet=args.quiet or args.json) as advance:
+            report = archive.verify(decode=args.decode, progress=advance)
+    if args.json:
+        show_json(
+            {
+                "ok": report.ok,
+                "problems": [problem._asdict() for problem in report.problems],
+                "n_sessions": report.n_sessions,
+                "n_frames": report.n_frames,
+                "frame_bytes": report.frame_bytes,
+                "n_values": report.n_values,
+                "n_leftover": report.n_leftover,
+                "decoded": report.decoded,
+            }
+        )
+        return 0 if report.ok else 1
+    for problem in report.problems:
+        print(plain(" ".join(f"{problem.kind}: {problem.message}".split())))
+    if not args.quiet:
+        verdict = "sound" if report.ok else count_text(len(report.problems), "problem")
+        print(
+            f"{args.archive}: {verdict}; {count_text(report.n_sessions, 'session')}, "
+            f"{count_text(report.n_frames, 'frame')}, {size_text(report.frame_bytes)}"
+            + (", all decoded" if report.decoded and report.ok else "")
+        )
+        if report.n_leftover:
+            entries = count_text(report.n_leftover, "entry", "entries")
+            print(f"{entries} left over from killed writers, harmless; `kvstore gc` removes them")
+    return 0 if report.ok else 1
+
+
+def run_gc(args: argparse.Namespace) -> int:
+    """Remove leftovers of killed writers."""
+    with existing_archive(args.archive) as archive:
+        n_bytes = archive.gc()
+    if args.json:
+        show_json({"archive": args.archive, "freed_bytes": n_bytes})
+    elif not args.quiet:
+        print(f"{args.archive}: {size_text(n_bytes)} freed for what is written next")
+    return 0
