@@ -26,13 +26,15 @@ T = TypeVar("T")
 #: Least quota: LMDB's own first pages and room to change a few.
 MIN_QUOTA: Final = 1 << 20
 _POLL_SECONDS: Final = 0.05
+# A snapshot that is more transactions behind than this keeps pages that matter.
+_FEW: Final = 3
 
 
 class _Overdraft(Exception):
-    """A transaction would use `n_bytes` too many; it is rolled back."""
+    """A transaction would use `n_bytes` too many, `n_new` of them its own; it is rolled back."""
 
-    def __init__(self, n_bytes: int, quota: int) -> None:
-        self.n_bytes, self.quota = n_bytes, quota
+    def __init__(self, n_bytes: int, n_new: int, quota: int) -> None:
+        self.n_bytes, self.n_new, self.quota = n_bytes, n_new, quota
 
 
 class _NotEnough(Exception):
@@ -78,7 +80,8 @@ class Room:
         Locked
             See `Session.commit`.
         """
-        waited = False
+        deadline = time.monotonic() + self._timeout
+        reclaimed = False
         while True:
             quota = self._follow_quota()
             if quota is not None and n_bytes > _soft(quota):
@@ -88,20 +91,53 @@ class Room:
                     before = transaction.used_bytes() if quota is not None else 0
                     result = work(transaction)
                     if quota is not None and not frees:
-                        self._check(transaction.used_bytes(), before, quota)
+                        _check(transaction.used_bytes(), before, quota)
                 return result
             except _Overdraft as over:
+                grows = self._backend.info().file_bytes + over.n_new <= over.quota
+                if not grows and self._is_held_up(deadline, over.quota):
+                    continue
                 self._evict(over.n_bytes, keep, over.quota)
             except Full as error:
                 if quota is None or not error.is_limit:
                     raise
-                # Everything fits, but pages that were freed cannot be used yet, or lie apart.
-                if not waited:
-                    waited = True
-                    self._reclaim(quota)
-                else:
+                # It fits, but pages that were freed cannot be used yet, or lie apart.
+                self._reclaim()
+                if self._is_held_up(deadline, quota):
+                    continue
+                if reclaimed:
                     over_bytes = self._backend.info().used_bytes + n_bytes - _soft(quota)
                     self._evict(max(over_bytes, 1), keep, quota)
+                reclaimed = not reclaimed
+
+    def _reclaim(self) -> None:
+        """Make what was freed usable, as far as old snapshots let it be."""
+        try:
+            self._backend.reclaim(self._timeout)
+        except Full as error:
+            if not error.is_limit:
+                raise
+            # Not even a page: whatever is tried next says what it is for.
+
+    def _is_held_up(self, deadline: float, quota: int) -> bool:
+        """Whether an old snapshot keeps what was freed; waits a little for it to end.
+
+        Evicting would not help then: what that frees is kept as well.
+
+        Raises
+        ------
+        Full
+            It did not end before the deadline.
+        """
+        oldest = self._backend.readers()[:1]
+        # Of short reads, however many, none is far behind.
+        if not oldest or oldest[0].n_behind <= _FEW:
+            return False
+        if time.monotonic() >= deadline:
+            who = f"process {oldest[0].pid}"
+            raise self._full(quota, f"{who} reads an old snapshot, which keeps what was freed")
+        time.sleep(_POLL_SECONDS)
+        return True
 
     def note_use(self, session: int) -> None:
         """Note that a session was used: advisory, never fails."""
@@ -162,10 +198,6 @@ class Room:
             self._about = data, quota or None
         return self._about[1]
 
-    def _check(self, after: int, before: int, quota: int) -> None:
-        if after > before and after > _soft(quota):
-            raise _Overdraft(after - _soft(quota), quota)
-
     def _evict(self, n_bytes: int, keep: Collection[int], quota: int) -> None:
         """Delete sessions until so many bytes are free, those not used for longest first.
 
@@ -181,12 +213,12 @@ class Room:
             except Full:
                 # Removing takes room as well; for all at once there is too little.
                 while self._backend.info().used_bytes > wanted:
-                    self._backend.reclaim(self._timeout)
+                    self._reclaim()
                     self._evict_until(wanted, keep, most=1)
         except _NotEnough:
             why = "what may be evicted does not make enough room"
             raise self._full(quota, why) from None
-        self._backend.reclaim(self._timeout)
+        self._reclaim()
 
     def _evict_until(self, wanted: int, keep: Collection[int], most: int = 1 << 62) -> None:
         """Delete up to `most` sessions in one transaction; `_NotEnough` if there are too few."""
@@ -218,28 +250,17 @@ class Room:
                 found.append((last_use(record, uses), name, record))
         return [(name, record) for _, name, record in sorted(found, key=lambda item: item[:2])]
 
-    def _reclaim(self, quota: int) -> None:
-        """Make freed pages usable; waits for the readers that keep them.
-
-        Raises
-        ------
-        Full
-            They do not end.
-        """
-        deadline = time.monotonic() + self._timeout
-        while self._backend.reclaim(self._timeout):
-            if time.monotonic() >= deadline:
-                oldest = self._backend.readers()[:1]
-                who = f"process {oldest[0].pid}" if oldest else "a process"
-                raise self._full(quota, f"{who} reads an old snapshot and keeps what was freed")
-            time.sleep(_POLL_SECONDS)
-
     def _full(self, quota: int | None, why: str) -> Full:
         return Full(
             f"{self._backend.path}: the quota of {quota} bytes is used up: {why}; unpin or delete "
             "sessions, close appenders, or raise the quota",
             is_limit=True,
         )
+
+
+def _check(after: int, before: int, quota: int) -> None:
+    if after > before and after > _soft(quota):
+        raise _Overdraft(after - _soft(quota), after - before, quota)
 
 
 def _soft(quota: int) -> int:
