@@ -136,15 +136,15 @@ def all_pieces(record: SessionRecord, layer: int, kind: Kind) -> Iterator[Piece]
     """Yield every frame that a stream must have: the head, and all blocks behind its header.
 
     Readers take the first tokens from the head, yet blocks hold them too. Frames that lie wholly
-    before the first token that was not trimmed are not among them.
+    before the first token that was not trimmed are not among them, unless an appender goes on
+    from them: a block that is not full, or a head with no blocks behind it.
     """
     state = record.streams[layer, kind]
-    first = max(state.start, record.first)
+    n_trimmed = max(record.first - state.start, 0)
     head = head_of(record, (layer, kind))
-    if head is not None and state.start + head.n_tokens > first:
-        for piece in pieces(record, layer, kind, first, state.start + head.n_tokens):
-            yield piece
-            break
+    if head is not None and (head.n_tokens > n_trimmed or not spans_of(record, (layer, kind))):
+        yield from pieces(record, layer, kind, state.start, state.start + head.n_tokens)
+    first = state.start + n_trimmed // state.block_tokens * state.block_tokens
     yield from pieces(record, layer, kind, first, record.n_tokens, blocks_only=True)
 
 
@@ -154,7 +154,7 @@ def count_frames(record: SessionRecord) -> int:
     for stream, state in record.streams.items():
         spans = spans_of(record, stream)
         if not spans:
-            n += record.n_tokens > max(state.start, record.first)
+            n += record.n_tokens > state.start
         trimmed = max(record.first - state.start, 0) // state.block_tokens
         n += sum(max(s.stop_block - max(s.first_block, trimmed), 0) for s in spans)
     return n
