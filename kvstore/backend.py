@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Final, Literal, Protocol, TypeAlias
 
-from kvcodecs.errors import Closed, InvalidArgument
+from kvcodecs.errors import InvalidArgument
 
 Mode: TypeAlias = Literal["r", "a"]
 Value: TypeAlias = bytes | memoryview
@@ -133,34 +133,6 @@ class Snapshot(Protocol):
         ...
 
 
-class Passing:
-    """Lets go of views once they add up to some megabytes, for walks over many values.
-
-    A mapped page counts as this process's memory from its first touch, and touching one brings
-    its neighbours in: letting go of one value at a time would leave most of them behind.
-    """
-
-    LIMIT: Final = 8 << 20
-
-    def __init__(self, snapshot: Snapshot) -> None:
-        self._snapshot = snapshot
-        self._views: list[memoryview] = []
-        self._n_bytes = 0
-
-    def add(self, view: memoryview) -> None:
-        """Note a view that was read and is not needed any more."""
-        self._views.append(view)
-        self._n_bytes += view.nbytes
-        if self._n_bytes >= self.LIMIT:
-            self.release()
-
-    def release(self) -> None:
-        """Let go of all views noted."""
-        for view in self._views:
-            self._snapshot.release(view)
-        self._views, self._n_bytes = [], 0
-
-
 class Transaction(Snapshot, Protocol):
     """A snapshot that can be changed; sees its own changes, is made durable as a whole."""
 
@@ -266,11 +238,11 @@ class Backend(Protocol):
         ...
 
     def reclaim(self, timeout: float) -> bool:
-        """Make what the last transactions freed usable by the next one; see `Full`.
+        """Make what the last transactions freed usable by the next one.
 
         LMDB lets a transaction use what was freed by the last but one before it, or earlier, and
         not since the oldest snapshot that is still open. So this commits once more without
-        changing anything, unless it has just done so.
+        changing anything, unless it has just done so. The caller has no snapshot open.
 
         Returns
         -------
@@ -317,21 +289,6 @@ def check_seconds(name: str, seconds: object) -> float:
     raise InvalidArgument(f"{name} {seconds!r}: expected seconds, more than 0")
 
 
-def check_limit(n_bytes: object) -> int | None:
-    """Return the limit of an archive; `InvalidArgument` if it is neither bytes nor None."""
-    if n_bytes is None or (type(n_bytes) is int and 0 < n_bytes < 1 << 63):
-        return n_bytes
-    raise InvalidArgument(f"limit {n_bytes!r} is not a positive number of bytes")
-
-
-def expired(where: str, seconds: float) -> Closed:
-    """Return the error of a snapshot that has been open for too long."""
-    return Closed(
-        f"{where}: the snapshot is older than {seconds:g} s, it would make the archive grow; "
-        "begin again"
-    )
-
-
 def _is_path(text: str) -> bool:
     try:
         return b"\0" not in os.fsencode(text)
@@ -358,9 +315,8 @@ def open_backend(
     kind
         ``"lmdb"``, ``"memory"`` or None to go by `path`.
     map_size
-        Upper limit of the archive in bytes; None for the backend's default. Where the archive is
-        open in this process already, a larger one raises that limit, but never the one of
-        `Backend.set_limit`.
+        Upper limit of the archive in bytes; None for the backend's default. One larger than that
+        of an archive which this process has open raises it, but not the one of `set_limit`.
     snapshot_seconds
         How long a snapshot may be read from.
 

@@ -1,4 +1,4 @@
-"""A lock that does not stay locked in a forked child because of a thread that is not there."""
+"""What a fork copies and should not: locks of threads that are not there, objects of LMDB's."""
 
 from __future__ import annotations
 
@@ -28,3 +28,10 @@ class ForkLock:
 
     def __exit__(self, *args: object) -> None:
         self._lock.release()
+
+
+def keep_for_ever(thing: object) -> None:
+    """Never free an object of LMDB's that a forked child shares with its parent."""
+    import ctypes
+
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))

@@ -16,8 +16,9 @@ from kvcodecs.frame import HEADER_BYTES, ErrorStats, FrameHeader
 from kvcodecs.spec import Kind
 
 from . import keys
-from .backend import Passing, ReaderInfo, Snapshot
+from .backend import ReaderInfo, Snapshot
 from .identity import Model
+from .passing import Passing
 from .pieces import all_pieces
 from .prefix_keys import index_bytes
 from .prefix_upkeep import owned_ids

@@ -27,9 +27,10 @@ from kvcodecs.rope import Rope, RopeTable, to_coded
 from kvcodecs.spec import F32, Kind, KState, StreamSpec
 
 from . import keys
-from .backend import Passing, Snapshot
+from .backend import Snapshot
 from .forklock import ForkLock
 from .identity import Model
+from .passing import Passing
 from .pieces import Piece, pieces
 from .records import HEADER_MAGIC, located
 from .session_record import SessionRecord

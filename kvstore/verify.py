@@ -19,8 +19,9 @@ from kvcodecs.errors import Corrupt, KvError, NotFound
 from kvcodecs.frame import HEADER_BYTES
 
 from . import keys
-from .backend import Passing, Snapshot
+from .backend import Snapshot
 from .garbage import living
+from .passing import Passing
 from .pieces import Piece, all_pieces, count_frames
 from .prefix_upkeep import expected_entries
 from .reader import Reader

@@ -14,19 +14,19 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from mmap import MAP_ANONYMOUS, MAP_PRIVATE, PROT_READ, mmap
 from typing import Any, Final
 
 import lmdb
 from kvcodecs.errors import Closed, Corrupt, Full, InvalidArgument, KvError, Locked, Truncated
 
-from ..backend import BackendInfo, ReaderInfo
+from ..backend import BackendInfo
+from ..forklock import keep_for_ever
 from ._directory import DATA_FILE, check_directory
 from ._errors import translate
 from ._freelist import tail_is_free
 from ._heads import Head, read_head
 from ._open_lock import OpenLock, share
-from ._opening import open_environment
+from ._opening import can_map, open_environment
 
 _RESIZE_TIMEOUT: Final = 10.0
 # How long opening waits for a compaction to end, and how often it looks.
@@ -127,7 +127,7 @@ class Environment:
         with self._idle("another process has grown the archive"):
             head = self.head()
             size = self._wanted()
-            if self.limit is None and _can_map(max(1, head.map_size - self._mapped())):
+            if self.limit is None and can_map(max(1, head.map_size - self._mapped())):
                 size = max(size, head.map_size)  # what others have mapped
             self._map(max(size, (head.last_page + 1) * self.page_bytes))
             if self.limit is None:
@@ -168,7 +168,7 @@ class Environment:
         if n_bytes > self.limit:
             return n_bytes + max(n_bytes >> 7, _ROOM_TO_REMOVE)
         # A limit beyond what the process can map is none.
-        fits = self.limit <= self._map_size or _can_map(self.limit - self._mapped())
+        fits = self.limit <= self._map_size or can_map(self.limit - self._mapped())
         return self.limit if fits else self._map_size
 
     @contextmanager
@@ -187,7 +187,7 @@ class Environment:
 
     def _map(self, size: int) -> None:
         # LMDB unmaps first: a map that does not fit would leave it with none.
-        if size > self._mapped() and not _can_map(size - self._mapped()):
+        if size > self._mapped() and not can_map(size - self._mapped()):
             raise Full(f"{self.path}: not enough address space to map {size} bytes")
         try:
             self.env.set_mapsize(size)  # never less than the pages in use
@@ -220,43 +220,6 @@ class Environment:
             used_bytes=head.n_used * self.page_bytes,
             n_entries=head.main.n_entries,
         )
-
-    def readers(self) -> list[ReaderInfo]:
-        """See `Backend.readers`."""
-        found, last = self._reader_table()
-        began, now, me = sorted(self.snapshots.copy().values()), time.monotonic(), os.getpid()
-        readers = []
-        for pid, txn_id in found:
-            age: float | None = None
-            mine = next((entry for entry in began if entry[0] == txn_id), None)
-            if pid == me and mine is not None:
-                began.remove(mine)
-                age = now - mine[1]
-            readers.append(ReaderInfo(pid, max(0, last - txn_id), age))
-        return sorted(readers, key=lambda reader: (-reader.n_behind, -(reader.age_seconds or 0.0)))
-
-    def has_reader_before(self, txn_id: int) -> bool:
-        """Whether any process has a snapshot open that is older than a transaction."""
-        return any(found < txn_id for _, found in self._reader_table()[0])
-
-    def _reader_table(self) -> tuple[list[tuple[int, int]], int]:
-        """Return process and transaction of each open snapshot, and the last transaction."""
-        self.enter()
-        try:
-            self.env.reader_check()  # frees the slots of readers that were killed
-            text = self.env.readers()
-            last = int(self.env.info()["last_txnid"])
-        except lmdb.Error as error:
-            raise translate(error, self.path) from error
-        finally:
-            self.leave()
-        # A line of process, thread and transaction for each slot; "-" between two snapshots.
-        slots = [line.split() for line in text.splitlines()]
-        return [
-            (int(slot[0]), int(slot[2]))
-            for slot in slots
-            if len(slot) == 3 and slot[0].isdigit() and slot[2].isdigit()
-        ], last
 
     def _check_length(self) -> None:
         n_bytes = os.fstat(self._data_fd).st_size
@@ -312,21 +275,6 @@ class Environment:
         else:
             keep_for_ever(self.env)
         os.close(self._data_fd)
-
-
-def _can_map(n_bytes: int) -> bool:
-    try:
-        mmap(-1, n_bytes, MAP_PRIVATE | MAP_ANONYMOUS, PROT_READ).close()
-    except (OSError, OverflowError, ValueError):
-        return False
-    return True
-
-
-def keep_for_ever(thing: object) -> None:
-    """Never free an object of LMDB's that a forked child shares with its parent."""
-    import ctypes
-
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
 _registry: dict[tuple[int, int], Environment] = {}

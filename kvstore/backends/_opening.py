@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, PROT_READ, mmap
 from typing import Any, Final
 
 import lmdb
@@ -81,3 +82,12 @@ def explain(error: lmdb.Error, data: str, shown: str) -> KvError:
     if isinstance(error, lmdb.InvalidError) and n_bytes is not None and n_bytes < 8192:
         return Truncated(f"{shown}: {DATA_FILE} has only {n_bytes} bytes")
     return translate(error, shown)
+
+
+def can_map(n_bytes: int) -> bool:
+    """Whether the process has so much address space left."""
+    try:
+        mmap(-1, n_bytes, MAP_PRIVATE | MAP_ANONYMOUS, PROT_READ).close()
+    except (OSError, OverflowError, ValueError):
+        return False
+    return True

@@ -6,7 +6,6 @@ own, since LMDB waits for its write lock without a time-out. FORMAT.md section 5
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 import time
@@ -17,145 +16,19 @@ from itertools import count
 from typing import Any
 
 import lmdb
-from kvcodecs._core import release_pages
-from kvcodecs.errors import Closed, InvalidArgument, KvError, Locked
+from kvcodecs.errors import Closed, InvalidArgument, Locked
 
-from ..backend import (
-    SNAPSHOT_SECONDS,
-    BackendInfo,
-    Mode,
-    ReaderInfo,
-    Value,
-    check_limit,
-    check_seconds,
-    expired,
-)
+from ..backend import SNAPSHOT_SECONDS, BackendInfo, Mode, ReaderInfo, check_seconds
+from ..forklock import keep_for_ever
 from ..last_use import UseLog
 from ..lease import FileLease, is_expired, take_file_lease, take_over_file_lease
-from ._environment import Environment, acquire, keep_for_ever, release
+from ._checks import check_limit
+from ._environment import Environment, acquire, release
 from ._errors import translate
-from ._heads import Head
+from ._readers import has_reader_before, readers
+from ._transactions import LmdbSnapshot, LmdbTransaction
 
 _snapshot_numbers = count()
-
-
-class _Snapshot:
-    """Reads of one LMDB transaction; unusable once it has ended, or is too old."""
-
-    def __init__(self, txn: Any, where: str, seconds: float) -> None:
-        self._txn, self._where = txn, where
-        self._seconds, self._expires = seconds, time.monotonic() + seconds
-
-    def get(self, key: bytes) -> memoryview | None:
-        if time.monotonic() > self._expires:
-            raise expired(self._where, self._seconds)
-        try:
-            value: memoryview | None = self._txn.get(key)
-        except lmdb.Error as error:
-            raise self._translate(error) from error
-        return value
-
-    def scan(self, prefix: bytes) -> Iterator[tuple[bytes, memoryview]]:
-        self._check_age()
-        try:
-            with self._txn.cursor() as cursor:
-                if not cursor.set_range(prefix):
-                    return
-                for key, value in cursor:
-                    name = bytes(key)
-                    if not name.startswith(prefix):
-                        return
-                    yield name, value
-                    self._check_age()
-        except lmdb.Error as error:
-            raise self._translate(error) from error
-
-    def at_or_after(self, key: bytes) -> bytes | None:
-        self._check_age()
-        try:
-            with self._txn.cursor() as cursor:
-                return bytes(cursor.key()) if cursor.set_range(key) else None
-        except lmdb.Error as error:
-            raise self._translate(error) from error
-
-    def before(self, key: bytes) -> bytes | None:
-        self._check_age()
-        try:
-            with self._txn.cursor() as cursor:
-                found = cursor.prev() if cursor.set_range(key) else cursor.last()
-                return bytes(cursor.key()) if found else None
-        except lmdb.Error as error:
-            raise self._translate(error) from error
-
-    def release(self, view: memoryview) -> None:
-        release_pages(view)
-
-    def _check_age(self) -> None:
-        if time.monotonic() > self._expires:
-            raise expired(self._where, self._seconds)
-
-    def _translate(self, error: lmdb.Error) -> KvError:
-        return translate(error, self._where)
-
-
-class _Transaction(_Snapshot):
-    def __init__(self, txn: Any, where: str, environment: Environment) -> None:
-        super().__init__(txn, where, math.inf)
-        self._environment = environment
-        self._n_changes = self._n_put_pages = 0
-        self._head: Head | None = None
-        #: The error that LMDB allows nothing after but to roll back.
-        self.failed: KvError | None = None
-
-    def release(self, view: memoryview) -> None:
-        """Nothing: the view may be of a changed page, which is nowhere else."""
-
-    def put(self, key: bytes, value: Value) -> None:
-        self._n_changes += 1
-        self._n_put_pages += (len(value) >> 12) + 2  # at least what LMDB takes for a large value
-        try:
-            self._txn.put(key, value)
-        except lmdb.BadValsizeError as error:
-            raise InvalidArgument(f"{self._where}: key of {len(key)} bytes") from error
-        except lmdb.Error as error:
-            raise self._translate(error) from error
-
-    def delete(self, key: bytes) -> None:
-        self._n_changes += 1
-        try:
-            self._txn.delete(key)
-        except lmdb.Error as error:
-            raise self._translate(error) from error
-
-    def used_bytes(self) -> int:
-        if self._head is None:
-            self._head = self._environment.head()  # nobody else commits meanwhile
-        head = self._head
-        n_pages = head.n_used
-        if self._n_changes:
-            try:
-                stat = self._txn.stat(self._environment.main)
-            except lmdb.Error as error:
-                raise self._translate(error) from error
-            n_main = stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"]
-            n_pages += n_main - head.main.n_pages + self._n_list_pages(head, stat["overflow_pages"])
-        return n_pages * self._environment.page_bytes
-
-    def _n_list_pages(self, head: Head, n_overflow: int) -> int:
-        """Return by how many pages the list of free pages grows at most.
-
-        Each page that this transaction frees takes 8 bytes there: those of large values that it
-        removed, and those of the tree that it changes, all on the way from the root to a leaf.
-        """
-        n_large = head.main.n_overflow + self._n_put_pages - n_overflow
-        n_tree = head.main.n_pages - head.main.n_overflow + self._n_changes
-        n_freed = n_large + min(2 * self._n_changes * (head.main.depth + 1), n_tree)
-        return -(-8 * n_freed // self._environment.page_bytes) + head.free.depth + 2
-
-    def _translate(self, error: lmdb.Error) -> KvError:
-        if self.failed is None:
-            self.failed = translate(error, self._where, self._environment.effective_limit)
-        return self.failed
 
 
 class _Writer(threading.Thread):
@@ -261,12 +134,12 @@ class LmdbBackend:
         return self._path
 
     @contextmanager
-    def read(self) -> Iterator[_Snapshot]:
+    def read(self) -> Iterator[LmdbSnapshot]:
         environment, number = self._environment, next(_snapshot_numbers)
         txn = self._begin_read()
         environment.snapshots[number] = txn.id(), time.monotonic()
         try:
-            yield _Snapshot(txn, self._path, self._snapshot_seconds)
+            yield LmdbSnapshot(txn, self._path, self._snapshot_seconds)
         finally:
             if environment.is_forked:
                 keep_for_ever(txn)  # its end is the parent's to say
@@ -290,7 +163,7 @@ class LmdbBackend:
                 raise translate(error, self._path) from error
 
     @contextmanager
-    def write(self, timeout: float) -> Iterator[_Transaction]:
+    def write(self, timeout: float) -> Iterator[LmdbTransaction]:
         self._check_open()
         if self._read_only:
             raise InvalidArgument(f"{self._path}: opened with mode='r'; use mode='a' to write")
@@ -302,7 +175,7 @@ class LmdbBackend:
             raise self._locked(timeout)
         try:
             writer, txn = self._begin_write(environment, deadline, timeout)
-            transaction = _Transaction(txn, self._path, environment)
+            transaction = LmdbTransaction(txn, self._path, environment)
             environment.writing_thread = threading.get_ident()
             try:
                 yield transaction
@@ -377,7 +250,7 @@ class LmdbBackend:
 
     def readers(self) -> list[ReaderInfo]:
         self._check_open()
-        return self._environment.readers()
+        return readers(self._environment)
 
     def reclaim(self, timeout: float) -> bool:
         environment = self._environment
@@ -390,7 +263,7 @@ class LmdbBackend:
             if again and key is not None:
                 txn.put(key, bytes(txn.get(key) or b""))
         environment.reclaimed = last + again
-        return environment.has_reader_before(last + again)
+        return has_reader_before(environment, last + again)
 
     def note_use(self, session_id: int) -> None:
         self._uses.note(session_id)

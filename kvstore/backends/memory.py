@@ -23,12 +23,11 @@ from ..backend import (
     Mode,
     ReaderInfo,
     Value,
-    check_limit,
     check_seconds,
-    expired,
 )
 from ..forklock import ForkLock
 from ..lease import locked, lost
+from ._checks import check_limit, expired
 
 
 class _Version:
