@@ -115,7 +115,7 @@ def cut(
             "was appended"
         )
     least = max(record.first, *(state.start for state in record.streams.values()))
-    if at < least and record.n_tokens >= least:
+    if 0 < at < least:
         raise InvalidArgument(
             f"{where}: cut at {at}: layers begin at token {least}, after a trim or by their window"
         )
@@ -134,6 +134,7 @@ def cut(
         record,
         owner=owner,
         n_tokens=at,
+        first=record.first if at else 0,
         streams=streams,
         parts=parts,
         id_parts=tuple(id_parts),

@@ -182,6 +182,10 @@ class Session(StoredSession):
                 raise InvalidArgument(
                     f"{self._where}: truncate to {n_tokens}: it has {writer.n_tokens} tokens"
                 )
+            if 0 < n_tokens < writer.start:
+                raise InvalidArgument(
+                    f"{self._where}: truncate to {n_tokens}: layers begin at token {writer.start}"
+                )
             if n_tokens > writer.record.n_tokens:
                 writer.commit()
             if n_tokens < writer.n_tokens:

@@ -77,6 +77,11 @@ class SessionWriter:
         self._is_whole = True
         self._resume(record, reader, snapshot)
 
+    @property
+    def start(self) -> int:
+        """First position that every layer has."""
+        return max(stream.state.start for stream in self._streams.values())
+
     def append(
         self,
         k: Tensors,
