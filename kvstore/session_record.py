@@ -139,6 +139,8 @@ class SessionRecord:
     created: int = 0
     updated: int = 0
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    #: Kept by `spans`: who serves which streams.
+    served: dict[object, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @property
     def n_faithful_tokens(self) -> int:

@@ -76,7 +76,10 @@ def claims_of(record: SessionRecord, *, ahead: bool = False) -> dict[int, Claim]
         }
 
     def of(owner: int) -> Claim:
-        return found.setdefault(owner, Claim())
+        claim = found.get(owner)
+        if claim is None:
+            claim = found[owner] = Claim()
+        return claim
 
     for stream in record.streams:
         _claim_stream(record, stream, of)

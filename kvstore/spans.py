@@ -8,6 +8,7 @@ of a stream fall into spans, one after the other. FORMAT.md section 4.3.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from .session_record import SessionRecord, StreamName
 
@@ -60,6 +61,10 @@ class Span:
     own: bool
 
 
+#: Raw head and spans of a stream.
+Served: TypeAlias = tuple[Head | None, tuple[Span, ...]]
+
+
 @dataclass(frozen=True, slots=True)
 class _Source:
     owner: int
@@ -73,19 +78,38 @@ class _Source:
 
 def head_of(record: SessionRecord, stream: StreamName) -> Head | None:
     """Return a stream's raw head, or None."""
-    for source in reversed(_sources(record, stream)):
+    return _served(record, stream)[0]
+
+
+def spans_of(record: SessionRecord, stream: StreamName) -> tuple[Span, ...]:
+    """Return the spans of a stream in order; none while all its tokens are in the raw head."""
+    return _served(record, stream)[1]
+
+
+def _served(record: SessionRecord, stream: StreamName) -> Served:
+    """Return head and spans of a stream; streams that are alike have the same."""
+    alike: object = record.streams[stream]
+    if record.parts:
+        alike = alike, *((part.starts[stream], part.heads[stream]) for part in record.parts)
+    served: Served | None = record.served.get(alike)
+    if served is None:
+        sources = _sources(record, stream)
+        served = record.served[alike] = _head(sources), _spans(record, stream, sources)
+    return served
+
+
+def _head(sources: list[_Source]) -> Head | None:
+    for source in reversed(sources):
         if source.n_head:
             return Head(source.owner, source.n_head, source.own)
     return None
 
 
-def spans_of(record: SessionRecord, stream: StreamName) -> list[Span]:
-    """Return the spans of a stream in order; none while all its tokens are in the raw head."""
+def _spans(record: SessionRecord, stream: StreamName, sources: list[_Source]) -> tuple[Span, ...]:
     state = record.streams[stream]
     block_tokens, base = state.block_tokens, state.start
-    sources = _sources(record, stream)
     if not sources:
-        return []
+        return ()
     firsts = [_first_block(record, stream, i, sources) for i in range(len(sources))]
     stops = [*firsts[1:], -(-(record.n_tokens - base) // block_tokens)]
     spans = []
@@ -95,7 +119,7 @@ def spans_of(record: SessionRecord, stream: StreamName) -> list[Span]:
             spans.append(
                 Span(source.owner, first, stop, source.stop, source.offset, shift, source.own)
             )
-    return spans
+    return tuple(spans)
 
 
 def header_of(record: SessionRecord, stream: StreamName) -> int | None:
