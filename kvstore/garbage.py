@@ -21,6 +21,7 @@ from .records import check_archive, pack_archive
 from .session_record import SessionRecord
 from .sharing import Claim, claims_of, sweep, user_keys
 from .survey import session_names
+from .users import users_of
 
 if TYPE_CHECKING:
     from .opened import OpenArchive
@@ -65,8 +66,8 @@ def collect_garbage(archive: OpenArchive) -> int:
         claims, appenders = _marks(alive)
         n_bytes = 0
         for owner in _owners(transaction):
-            if owner not in claims and not alive.all_read:
-                continue  # it may be a damaged session's
+            if not alive.all_read and not _is_known(transaction, owner, alive, claims):
+                continue  # a damaged session may need it
             session, name = appenders.get(owner, (owner, f"{owner:016x}"))
             try:
                 lease = archive._backend.lease(session, name)
@@ -108,6 +109,14 @@ def rebuild_index(archive: OpenArchive) -> tuple[int, list[KvError]]:
         return sum(key[:1] == keys.PREFIX for key in wanted), errors
 
     return archive._room.write(work)
+
+
+def _is_known(
+    snapshot: Snapshot, owner: int, alive: Living, claims: dict[int, list[Claim]]
+) -> bool:
+    """Whether all who use an owner's frames have records that can be read."""
+    ids = {record.id for _, record, _ in alive.records}
+    return owner in claims and all(user.id in ids for user in users_of(snapshot, owner))
 
 
 def _wanted_users(alive: Living) -> Iterator[tuple[bytes, bytes]]:
