@@ -24,7 +24,10 @@ import kvstore
 
 ROPE = kvstore.Rope.from_theta(10_000.0, 8)
 INV_FREQ = json.dumps([float(x) for x in ROPE.inv_freq])
-COMMANDS = ("pack", "unpack", "ls", "info", "verify", "rm", "gc", "demo", "bench")
+COMMANDS = (
+    *("pack", "unpack", "ls", "info", "verify", "rm", "gc", "reindex", "compact", "quota"),
+    *("match", "fork", "trim", "rename", "append-range", "pin", "demo", "bench"),
+)
 
 
 def save(path: Path, arrays: dict[str, np.ndarray], metadata: dict[str, str] | None = None) -> Path:
@@ -76,6 +79,7 @@ def succeeds(result: tuple[int, str, str]) -> str:
 def test_help_everywhere(run):
     code, out, _ = run("-h")
     assert code == 0
+    assert tuple(cli.COMMANDS) == COMMANDS
     for command in COMMANDS:
         assert command in out
         code, text, _ = run(command, "-h")
@@ -123,7 +127,35 @@ USAGE = [
     ["unpack", "a", "b", "--layers", "1,1"],
     ["unpack", "a", "b", "--layers", "1,,2"],
     ["unpack", "a", "b", "--dtype", "float64"],
+    ["unpack", "a", "b", "--position-offset", "1"],
+    ["unpack", "a", "b", "--position-offset", "1", "--k-state", "pre"],
+    ["unpack", "a", "b", "--position-offset", "x", "--k-state", "post"],
+    ["unpack", "a", "b", "--position-offset", "--5", "--k-state", "post"],
     ["rm", "a"],
+    ["match", "a", "[1]"],
+    ["match", "a", "--like", "b"],
+    ["match", "a", "", "--like", "b"],
+    ["fork", "a", "b"],
+    ["fork", "a", "b", "c", "--at", "-1"],
+    ["fork", "a", "b", "c", "--metadata", "[1]"],
+    ["fork", "a", "b", "c", "--metadata", "{"],
+    ["trim", "a", "b"],
+    ["trim", "a", "b", "--front", "5", "--to", "4"],
+    ["trim", "a", "b", "--to", "1.5"],
+    ["rename", "a", "b"],
+    ["append-range", "a", "b", "c"],
+    ["append-range", "a", "b", "c", "5"],
+    ["append-range", "a", "b", "c", "9:5"],
+    ["pin", "a"],
+    ["quota", "a", "lots"],
+    ["quota", "a", "-1"],
+    ["quota", "a", "1.5"],
+    ["quota", "a", "1i"],
+    ["quota", "a", "1e9"],
+    ["quota", "a", "9999999T"],
+    ["reindex"],
+    ["compact"],
+    ["ls", "a", "--prefix"],
     ["bench", "--only", "nothing"],
     ["bench", "--reps", "0"],
 ]
@@ -152,7 +184,7 @@ def test_pack_then_everything_else(run, tmp_path, source):
     out = succeeds(run("pack", source, archive))
     assert "packed 'chat': 300 tokens, 3 layers" in out
     assert "chat" in succeeds(run("ls", archive))
-    listed = json.loads(succeeds(run("ls", archive, "--json")))
+    listed = json.loads(succeeds(run("ls", archive, "--long", "--json")))
     assert [(s["name"], s["n_tokens"], s["n_layers"]) for s in listed] == [("chat", 300, 3)]
     assert listed[0]["bits_per_value"] == pytest.approx(16 / listed[0]["ratio_fp16"])
 
@@ -220,7 +252,7 @@ def test_raw_round_trip_is_bit_exact_twice(run, tmp_path, dtype, form):
     succeeds(run("pack", second, archive, *raw))
     third = tmp_path / "third.safetensors"
     succeeds(run("unpack", archive, third, "--session", "second"))
-    listed = json.loads(succeeds(run("ls", archive, "--json")))
+    listed = json.loads(succeeds(run("ls", archive, "--long", "--json")))
     width = 8 * np.dtype(dtype).itemsize
     assert all(width <= session["bits_per_value"] < 1.2 * width for session in listed)
     (two, about_two), (three, about_three) = load(second), load(third)
@@ -512,6 +544,17 @@ def test_missing_things(run, tmp_path, source):
         ["info", archive],
         ["verify", archive],
         ["rm", archive, "x"],
+        ["gc", archive],
+        ["reindex", archive],
+        ["compact", archive],
+        ["quota", archive],
+        ["quota", archive, "1G"],
+        ["match", archive, "[1]", "--like", "x"],
+        ["fork", archive, "x", "y"],
+        ["trim", archive, "x", "--to", "1"],
+        ["rename", archive, "x", "y"],
+        ["append-range", archive, "x", "y", "0:1"],
+        ["pin", archive, "x"],
         ["unpack", archive, tmp_path / "o"],
         ["pack", tmp_path / "none.safetensors", archive],
         ["bench", "--data", tmp_path / "none.safetensors"],
@@ -564,6 +607,9 @@ def test_advice_is_for_a_shell(run, tmp_path, source, monkeypatch):
         ["pack", source, archive, "--replace"],
         ["rm", archive, "chat"],
         ["gc", archive],
+        ["quota", archive, "1G"],
+        ["fork", archive, "chat", "new"],
+        ["pin", archive, "chat"],
     ):
         result = run(*argv)
         fails(result, f"{archive}: not writable here; get write access to it")
@@ -571,6 +617,7 @@ def test_advice_is_for_a_shell(run, tmp_path, source, monkeypatch):
     monkeypatch.undo()
     packages = [Path(package.__file__).parent for package in (kvstore, kvcodecs)]
     library = "".join(path.read_text() for p in packages for path in p.rglob("*.py"))
+    library = re.sub(r'"\s*\n\s*f?"', "", library)  # as Python joins them
     for advice in cli.ADVICE:
         assert advice in library, "the library words it differently now"
 
@@ -709,12 +756,15 @@ def test_as_a_process(tmp_path, source):
         (["pack", source, archive], 0),
         (["pack", source, archive], 1),
         (["pack"], 2),
+        (["match", archive, "-", "--like", "chat"], 1),
+        (["match", archive, "[0, 1, 2]", "--like", "chat"], 0),
         (["ls", archive, "--json"], 0),
     ):
         process = start(*argv)
         out, err = process.communicate(timeout=60)
         assert process.returncode == expected
         assert b"Traceback" not in err
+        assert expected != 1 or err.startswith(b"kvstore: error: ")
     assert json.loads(out)[0]["name"] == "chat"
 
 

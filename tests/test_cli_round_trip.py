@@ -155,7 +155,7 @@ def test_layers_with_a_window_have_tensors_of_their_own(run, refuse, tmp_path):
         assert "first_token" not in file.metadata
     # A range is what was asked for, of every layer, or nothing.
     again = ["unpack", archive, out, "--force"]
-    refuse([*again, "--range", "100:250"], "layer 1 has a window and starts at token 236")
+    refuse([*again, "--range", "100:250"], "layer 1 starts at token 236, by its window")
     run(*again, "--range", "240:250")
     with TensorFile(out) as file:
         assert file.info("k_pre").shape == (3, 2, 10, 8)

@@ -5,6 +5,16 @@ from __future__ import annotations
 import argparse
 
 from kvtools.command import Command, add_archive
+from kvtools.values import quota
+
+
+def _add_ls(parser: argparse.ArgumentParser) -> None:
+    add_archive(parser)
+    parser.add_argument("--prefix", default="", metavar="P", help="names that begin with P")
+    parser.add_argument("--pinned", action="store_true", help="pinned sessions only")
+    parser.add_argument(
+        "--long", action="store_true", help="bits per value and size too; looks at every frame"
+    )
 
 
 def _add_info(parser: argparse.ArgumentParser) -> None:
@@ -23,9 +33,23 @@ def _add_rm(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("session", metavar="SESSION", nargs="+")
 
 
+def _add_quota(parser: argparse.ArgumentParser) -> None:
+    add_archive(parser)
+    parser.add_argument(
+        "bytes",
+        nargs="?",
+        type=quota,
+        metavar="BYTES",
+        help="such as 500M or 10G (powers of 1000), 1.5GiB (of 1024), or none (default: show it)",
+    )
+
+
 COMMANDS = {
     "ls": Command(
-        "listing", "List the sessions of an archive.", add_archive, "kvstore ls chats.kv"
+        "listing",
+        "List the sessions of an archive; exit 1 if some cannot be read.",
+        _add_ls,
+        "kvstore ls chats.kv --prefix alice/",
     ),
     "info": Command(
         "info",
@@ -50,5 +74,23 @@ COMMANDS = {
         "Free the space of what killed writers left behind; the file keeps its size.",
         add_archive,
         "kvstore gc chats.kv",
+    ),
+    "reindex": Command(
+        "upkeep",
+        "Make the prefix index anew, where verify says that it is damaged.",
+        add_archive,
+        "kvstore reindex chats.kv",
+    ),
+    "compact": Command(
+        "upkeep",
+        "Give free space back to the file system, while nobody has the archive open.",
+        add_archive,
+        "kvstore compact chats.kv",
+    ),
+    "quota": Command(
+        "quota",
+        "Show or set how large the archive's file may get; evicts what was not used for longest.",
+        _add_quota,
+        "kvstore quota chats.kv 10G",
     ),
 }

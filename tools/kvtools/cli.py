@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from kvtools import archive_commands, packing_commands, trial_commands
+from kvtools import archive_commands, packing_commands, session_commands, trial_commands
 from kvtools.command import Command
 from kvtools.signals import ending_signals
 from kvtools.terminal import accept_any_text, plain
@@ -35,6 +35,12 @@ ADVICE = {
     "ask for float32": "use --dtype float32",
     "open it with archive.session(...), or delete_session(...) it first": "--replace replaces it",
     "replace=True replaces it": "--replace replaces it",
+    "truncate rolls back": "kvstore trim --to rolls back",
+    "; commit first what was appended": "",
+    "open it with mode='a' once, or run kvstore reindex": "kvstore reindex makes it",
+    "bytes, or None": "bytes, or none",
+    "unpin or delete sessions, close appenders, or raise the quota": "make room with kvstore pin "
+    "--off, kvstore rm or a larger kvstore quota, or end what is appending to sessions",
 }
 
 #: Characters of an error message that are shown: a file's header may hold names of megabytes.
@@ -49,6 +55,7 @@ kvstore COMMAND -h explains a command and gives an example.
 COMMANDS: dict[str, Command] = {
     **packing_commands.COMMANDS,
     **archive_commands.COMMANDS,
+    **session_commands.COMMANDS,
     **trial_commands.COMMANDS,
 }
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 import kvstore
-from kvstore import Model, SessionInfo, StreamInfo
+from kvstore import ArchiveInfo, Model, SessionInfo, StreamInfo
+from kvstore.backend import ReaderInfo
 from kvtools.terminal import (
     count_text,
+    date_text,
     number_text,
     plain,
     ratio_text,
@@ -50,6 +52,12 @@ def run_info(args: argparse.Namespace) -> int:
                 "n_sessions": about.n_sessions,
                 "file_bytes": about.file_bytes,
                 "free_bytes": about.free_bytes,
+                "used_bytes": about.used_bytes,
+                "quota_bytes": about.quota_bytes,
+                "index_bytes": about.index_bytes,
+                "n_pinned": about.n_pinned,
+                "n_readers": len(about.readers),
+                "oldest_reader": asdict(about.readers[0]) if about.readers else None,
                 "frame_bytes": about.frame_bytes,
                 "file_bytes_over_frame_bytes": about.overhead,
                 "sessions": [_details(info, layers=args.layers) for info in sessions],
@@ -57,20 +65,40 @@ def run_info(args: argparse.Namespace) -> int:
             }
         )
         return 1 if damaged else 0
-    show_pairs(
-        [
-            ("archive", about.path),
-            ("backend", about.backend),
-            ("sessions", str(about.n_sessions)),
-            ("file", f"{size_text(about.file_bytes)}, {size_text(about.free_bytes)} of it free"),
-            ("frames", size_text(about.frame_bytes)),
-            ("file / frames", number_text(about.overhead)),
-        ]
-    )
+    _show_archive(about)
     for info in sessions:
         print()
         _show_session(info, layers=args.layers)
     return show_damaged(damaged)
+
+
+def _show_archive(about: ArchiveInfo) -> None:
+    pinned = f", {about.n_pinned} of them pinned" if about.n_pinned else ""
+    pairs = [
+        ("archive", about.path),
+        ("backend", about.backend),
+        ("sessions", f"{about.n_sessions}{pinned}"),
+        ("file", f"{size_text(about.file_bytes)}, {size_text(about.free_bytes)} of it free"),
+        ("used", size_text(about.used_bytes)),
+        ("quota", quota_text(about.quota_bytes)),
+        ("frames", size_text(about.frame_bytes)),
+        ("index", size_text(about.index_bytes)),
+        ("file / frames", number_text(about.overhead)),
+    ]
+    if about.readers:
+        pairs.append(("oldest reader", _reader_text(about.readers[0])))
+    show_pairs(pairs)
+
+
+def _reader_text(reader: ReaderInfo) -> str:
+    behind = count_text(reader.n_behind, "transaction")
+    age = "" if reader.age_seconds is None else f", for {reader.age_seconds:.0f} s"
+    return f"process {reader.pid}, {behind} behind{age}"
+
+
+def quota_text(quota: int | None) -> str:
+    """Write a quota such as ``"10.00 GB"``, or ``"none"``."""
+    return "none" if quota is None else size_text(quota)
 
 
 def show_damaged(damaged: Mapping[str, kvstore.KvError]) -> int:
@@ -81,15 +109,12 @@ def show_damaged(damaged: Mapping[str, kvstore.KvError]) -> int:
     return 1 if damaged else 0
 
 
-def session_summary(info: SessionInfo) -> dict[str, Any]:
-    """Return what `ls` tells of a session, for JSON."""
+def session_sizes(info: SessionInfo) -> dict[str, Any]:
+    """Return how large a session is, for JSON."""
     return {
-        "name": info.name,
-        "model": info.model.name,
-        "n_layers": info.model.n_layers,
-        "n_tokens": info.n_tokens,
         "n_values": info.n_values,
         "total_bytes": info.total_bytes,
+        "shared_bytes": info.shared_bytes,
         "bits_per_value": info.bits_per_value,
         "ratio_fp16": info.ratio_fp16,
     }
@@ -97,12 +122,19 @@ def session_summary(info: SessionInfo) -> dict[str, Any]:
 
 def _details(info: SessionInfo, *, layers: bool) -> dict[str, Any]:
     details = {
-        **session_summary(info),
+        "name": info.name,
+        "model": info.model.name,
+        "n_layers": info.model.n_layers,
+        "n_tokens": info.n_tokens,
+        "first_token": info.first_token,
+        "pinned": info.pinned,
+        **session_sizes(info),
         "identity": info.model.to_json(),
         "k_state": info.k_state,
         "has_token_ids": info.has_token_ids,
         "codecs": {kind: dict(config) for kind, config in info.codecs.items()},
         "created": info.created,
+        "updated": info.updated,
         "metadata": dict(info.metadata),
         "n_frames": info.n_frames,
         "frame_bytes": info.frame_bytes,
@@ -153,15 +185,22 @@ def _show_session(info: SessionInfo, *, layers: bool) -> None:
         ("rope", _rope_text(model)),
         ("dtype", model.dtype or "float32"),
         *((name, str(value)) for name in IDENTITY if (value := getattr(model, name))),
-        ("tokens", f"{info.n_tokens}{', with ids' if info.has_token_ids else ''}"),
+        ("tokens", _tokens_text(info)),
         ("K given", f"{'after' if info.k_state == 'post' else 'before'} RoPE ({info.k_state})"),
         ("codec", _codec_text(info)),
         ("bits/value", number_text(info.bits_per_value)),
         ("ratio", ratio_text(info.ratio_fp16)),
         ("size", f"{size_text(info.total_bytes)} in {count_text(info.n_frames, 'frame')}"),
+        *(
+            (("shared", f"{size_text(info.shared_bytes)} of it, with other sessions"),)
+            if info.shared_bytes
+            else ()
+        ),
         ("max error", f"{number_text(error.max_error)}, {_bound_text(info)}"),
         ("RMS error", number_text(error.rms)),
-        ("created", _date_text(info.created)),
+        ("created", date_text(info.created)),
+        ("committed", date_text(info.updated)),
+        *((("pinned", "yes"),) if info.pinned else ()),
     ]
     if info.metadata:
         text = json.dumps(dict(info.metadata), ensure_ascii=False)
@@ -193,6 +232,13 @@ def _show_session(info: SessionInfo, *, layers: bool) -> None:
         )
         title = f"errors and bounds: {CODED_DOMAIN}" if info.k_state == "post" else ""
         show_table(title, columns, rows)
+
+
+def _tokens_text(info: SessionInfo) -> str:
+    text = str(info.n_tokens)
+    if info.first_token:
+        text = f"{info.n_tokens}, those before {info.first_token} trimmed"
+    return text + (", with ids" if info.has_token_ids else "")
 
 
 def _window_cells(model: Model, stream: StreamInfo) -> tuple[str, str]:
@@ -238,15 +284,6 @@ def _rope_text(model: Model) -> str:
         text = f"{len(known) + 1} different ones"
     without = ropes.count(None)
     return text + (f"; {count_text(without, 'layer')} without" if without else "")
-
-
-def _date_text(seconds: int) -> str:
-    if not seconds:
-        return "unknown"
-    try:
-        return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
-    except (OverflowError, ValueError, OSError):  # no year of a calendar
-        return f"{seconds} s after 1970"
 
 
 def _geometry(info: SessionInfo) -> str:

@@ -8,6 +8,7 @@ from kvtools.command import Command
 from kvtools.values import (
     block_size,
     count,
+    integer,
     layer_list,
     path,
     positive_float,
@@ -163,6 +164,13 @@ def _add_unpack(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--k-state", choices=("pre", "post"), default="pre", help="(default: pre, as tensor k_pre)"
+    )
+    parser.add_argument(
+        "--position-offset",
+        type=integer,
+        default=0,
+        metavar="D",
+        help="rotate K for positions so much later, or earlier if negative; with --k-state post",
     )
     parser.add_argument("--dtype", choices=DTYPES, help="(default: the session's)")
     parser.add_argument("--force", action="store_true", help="replace OUT if it exists")

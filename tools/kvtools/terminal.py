@@ -7,6 +7,7 @@ import io
 import json
 import math
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -124,6 +125,16 @@ def size_text(n_bytes: float) -> str:
             return f"{n_bytes:.0f} {unit}" if unit == "B" else f"{n_bytes:.2f} {unit}"
         n_bytes /= 1000
     return f"{n_bytes:.2f} TB"
+
+
+def date_text(seconds: float) -> str:
+    """Write Unix time such as ``"2026-01-31 12:00:00 UTC"``; 0 is unknown."""
+    if not seconds:
+        return "unknown"
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
+    except (OverflowError, ValueError, OSError):  # no year of a calendar
+        return f"{seconds:.0f} s after 1970"
 
 
 def number_text(value: float | None, digits: int = 4) -> str:

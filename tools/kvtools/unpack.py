@@ -34,6 +34,9 @@ Spans = dict[tuple[int, Kind], tuple[int, int]]
 
 def run_unpack(args: argparse.Namespace) -> int:
     """Write one file; an existing one is replaced only with ``--force``."""
+    offset = args.position_offset
+    if offset and args.k_state != "post":
+        args.parser.error("--position-offset goes with --k-state post: K before RoPE has none")
     with kvstore.open(args.archive) as archive:
         name = only_session(archive) if args.session is None else args.session
         session = archive.session(name)
@@ -54,7 +57,12 @@ def run_unpack(args: argparse.Namespace) -> int:
         token_ids = session.token_ids(start, stop)
         if token_ids is not None:
             shapes["token_ids"] = (_id_dtype(token_ids), token_ids.shape)
-        metadata = _metadata(model, name, start, numbers)
+        if start + offset < 0:
+            raise InvalidArgument(
+                f"{where}: --position-offset {offset} puts token {start} at position "
+                f"{start + offset}"
+            )
+        metadata = _metadata(model, name, start + offset, numbers)
         with TensorWriter(args.output, shapes, metadata, overwrite=args.force) as writer:
             if token_ids is not None:
                 writer.array("token_ids")[...] = token_ids
@@ -64,14 +72,29 @@ def run_unpack(args: argparse.Namespace) -> int:
                     for first, last in _pieces(begin, end):
                         view = layout.view(writer, index, kind)[:, first - begin : last - begin]
                         session.read(
-                            layers[index], kind, first, last, args.k_state, dtype.name, out=view
+                            layers[index],
+                            kind,
+                            first,
+                            last,
+                            args.k_state,
+                            dtype.name,
+                            out=view,
+                            position_offset=offset,
                         )
                         writer.release()
                         done += last - first
                         advance(done, total)
     if args.json:
         tensors = {key: list(shape) for key, (_, shape) in shapes.items()}
-        show_json({"session": name, "start": start, "stop": stop, "tensors": tensors})
+        show_json(
+            {
+                "session": name,
+                "start": start,
+                "stop": stop,
+                "position_offset": offset,
+                "tensors": tensors,
+            }
+        )
     elif not args.quiet:
         n_bytes = writer.path.stat().st_size
         print(
@@ -107,9 +130,9 @@ def _spans(
             raise InvalidArgument(f"{where} has tokens 0:{n_tokens}, not {start}:{stop}")
         if start < min(first, stop):
             raise InvalidArgument(
-                f"{where} layer {layers[index]} has a window and starts at token {first}; start "
-                "--range there, choose other --layers, or leave out --range for all that each "
-                "layer has"
+                f"{where} layer {layers[index]} starts at token {first}, by its window or after a "
+                "trim; start --range there, choose other --layers, or leave out --range for all "
+                "that each layer has"
             )
         spans[index, kind] = start, stop
     return spans

@@ -1,4 +1,4 @@
-"""`kvstore verify`, `gc`: whether an archive is sound, and what it need not hold."""
+"""`kvstore verify`, `gc`, `reindex`, `compact`: what keeps an archive sound and small."""
 
 from __future__ import annotations
 
@@ -52,4 +52,32 @@ def run_gc(args: argparse.Namespace) -> int:
         show_json({"archive": args.archive, "freed_bytes": n_bytes})
     elif not args.quiet:
         print(f"{args.archive}: {size_text(n_bytes)} freed for what is written next")
+    return 0
+
+
+def run_reindex(args: argparse.Namespace) -> int:
+    """Make the prefix index anew; print one line per error and exit with 1 if there is any."""
+    with existing_archive(args.archive) as archive:
+        n_entries, errors = archive.reindex()
+    if args.json:
+        problems = [{"kind": type(e).__name__, "message": str(e)} for e in errors]
+        show_json({"archive": args.archive, "n_entries": n_entries, "errors": problems})
+        return 1 if errors else 0
+    for error in errors:
+        print(plain(" ".join(f"{type(error).__name__}: {error}".split())))
+    if not args.quiet:
+        entries = count_text(n_entries, "entry", "entries")
+        left_out = f"; {count_text(len(errors), 'session')} left out" if errors else ""
+        print(f"{args.archive}: {entries} in the prefix index{left_out}")
+    return 1 if errors else 0
+
+
+def run_compact(args: argparse.Namespace) -> int:
+    """Give free space back to the file system."""
+    with progress("compact", quiet=args.quiet or args.json) as advance:
+        before, after = kvstore.compact(args.archive, progress=advance)
+    if args.json:
+        show_json({"archive": args.archive, "bytes_before": before, "bytes_after": after})
+    elif not args.quiet:
+        print(f"{args.archive}: {size_text(before)} before, {size_text(after)} now")
     return 0

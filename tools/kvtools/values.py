@@ -9,13 +9,18 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import math
+import re
 from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
 
 #: More than any size in an archive; numbers above are not worth carrying on.
 MAX_NUMBER = 10**18
 #: Characters of a bad value that its error message quotes.
 _MAX_QUOTED = 60
+_BYTES = re.compile(r"([0-9]{1,30}(?:\.[0-9]{1,30})?) ?(?:([KMGT])(I?))?B?", re.ASCII)
 
 
 def _refuse(text: str, fault: str) -> argparse.ArgumentTypeError:
@@ -108,6 +113,43 @@ def count(text: str) -> int:
     value = _whole(text)
     if value is None:
         raise _refuse(text, "is no whole number of 0 or more")
+    return value
+
+
+def integer(text: str) -> int:
+    """Parse a whole number that may be negative."""
+    value = _whole(text.removeprefix("-"))
+    if value is None:
+        raise _refuse(text, "is no whole number")
+    return -value if text.startswith("-") else value
+
+
+def byte_count(text: str) -> int:
+    """Parse bytes: ``500M`` and ``10GB`` count in powers of 1000, ``1.5GiB`` in powers of 1024."""
+    found = _BYTES.fullmatch(text.upper())
+    number, unit, binary = found.groups() if found is not None else ("", None, None)
+    if not number or ("." in number and unit is None):
+        raise _refuse(text, "is no size such as 500M, 10G or 1.5GiB")
+    power = " KMGT".index(unit or " ")
+    value = int(Fraction(number) * (1024 if binary else 1000) ** power)
+    if value > MAX_NUMBER:
+        raise _refuse(text, "is more than any file has")
+    return value
+
+
+def quota(text: str) -> int | str:
+    """Parse ``none`` or bytes."""
+    return text if text == "none" else byte_count(text)
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """Parse a JSON object; the library has more to say about what may be in it."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise _refuse(text, "is no JSON object")
     return value
 
 
