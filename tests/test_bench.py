@@ -11,7 +11,7 @@ import pytest
 from kvcodecs.blocks import SIMD_LEVELS
 from kvcodecs.errors import Corrupt
 from kvtools import bench, cli
-from kvtools.bench import byte_coders, peers, processes, rows, speed
+from kvtools.bench import byte_coders, many, peers, processes, rows, speed
 from kvtools.bench.codec import (
     check_bound,
     decode_all,
@@ -25,17 +25,23 @@ from kvtools.tensorfile import TensorWriter
 
 import kvstore
 
-CHEAP = ["file", "open", "append", "codec", "rate", "peers"]
+CHEAP = ["file", "open", "append", "prefix", "codec", "rate", "peers"]
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    from kvtools.bench import archive
+    from kvtools.bench import archive, sharing
 
     monkeypatch.setattr(archive, "N_SESSIONS", 3)
     monkeypatch.setattr(archive, "APPEND_LAYERS", 3)
     monkeypatch.setattr(archive, "APPEND_PREFILL", 130)
     monkeypatch.setattr(archive, "APPENDS", 2)
+    monkeypatch.setattr(many, "PROMPT_TOKENS", 1000)
+    monkeypatch.setattr(many, "N_PROMPTS", 4)
+    monkeypatch.setattr(sharing, "LENGTHS", (100, 1200))
+    monkeypatch.setattr(sharing, "READ_TOKENS", 150)
+    monkeypatch.setattr(sharing, "READ_LAYERS", 2)
+    monkeypatch.setattr(sharing, "N_FORKS", 2)
     monkeypatch.setattr(bench, "RANGE_TOKENS", (1024, 1500))
     monkeypatch.setattr(bench, "IMPORT_REPS", 1)
     monkeypatch.setattr(speed, "ROUNDS_PER_REP", 1)
@@ -45,6 +51,7 @@ def small(monkeypatch):
 def test_cheap_groups(capsys, tmp_path):
     path = tmp_path / "rows.csv"
     argv = ["bench", "--reps", "1", "--only", ",".join(CHEAP), "--csv", str(path), "--json"]
+    argv += ["--sessions", "20"]
     assert cli.main(argv) == 0
     report = json.loads(capsys.readouterr().out)
     assert {row["group"] for row in report["rows"]} == set(CHEAP)
@@ -56,6 +63,15 @@ def test_cheap_groups(capsys, tmp_path):
     everything = found["file", "everything", "bits per value"]
     assert 2 < payload < everything < found["file", "file", "bits per value"]
     assert found["append", "bytes written", "kB per commit"] > 0
+    prefix = {name for group, name, _ in found if group == "prefix"}
+    for kind in ("all stored", "half stored", "miss"):
+        assert {f"match, {kind}", f"match, {kind}, slowest prompt"} <= prefix
+    index, ids, everything = (
+        found["prefix", name, "%"]
+        for name in ("prefix index", "token ids", "index and bookkeeping")
+    )
+    assert 0 < index < index + ids < everything < 20
+    assert found["prefix", "bytes of a fork", "kB"] >= 0
     assert report["context"]["codec"].startswith("kvr1 rel_step=0.25 ")
     names = {name for group, name, _ in found if group == "codec"}
     for name in ("tkv1 encode", "kvr1 encode from float16", "kvr1 encode / tkv1 encode"):
@@ -161,6 +177,21 @@ def test_differences_are_noticed(monkeypatch, way):
     words = {"encode": "frames", "decode": "threads: layer 0 k differs"}
     with pytest.raises(Corrupt, match=words[way]):
         speed.measure_codec(kvstore.TKV1(), sample, 1)
+
+
+def test_wrong_matches_are_noticed(tmp_path):
+    sessions = many.ManySessions(load_sample().token_ids, 20)
+    many.store(tmp_path / "many.kv", sessions)
+    whole = sessions.prompts()[0]
+    with kvstore.open(tmp_path / "many.kv", mode="a") as archive:
+        assert {name.partition("/")[0] for name in archive.names()} == {"shared", "user"}
+        many.check(archive, whole)
+        for wrong in (replace(whole, n_tokens=999), replace(whole, ids=whole.ids[:-1])):
+            with pytest.raises(Corrupt, match="of a prompt match"):
+                many.check(archive, wrong)
+        archive.delete_session("user/7")
+    with pytest.raises(Corrupt, match="sessions are missing"):
+        many.measure_open(tmp_path / "many.kv", sessions, 1)
 
 
 def test_times_are_compared_within_rounds(monkeypatch):

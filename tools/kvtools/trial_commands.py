@@ -9,10 +9,13 @@ from kvtools.packing_commands import add_codec
 from kvtools.values import path, up_to
 
 #: The groups of `bench`.
-BENCH_GROUPS = ("codec", "rate", "peers", "file", "range", "open", "append", "import", "memory")
+BENCH_GROUPS = (
+    "codec", "rate", "peers", "file", "range", "open", "append", "prefix", "import", "memory",
+)  # fmt: skip
 #: Bounds of what `bench` repeats and writes.
 MAX_REPS = 10_000
 MAX_MEMORY_MB = 1_000_000
+MAX_SESSIONS = 1_000_000
 
 
 def _add_demo(parser: argparse.ArgumentParser) -> None:
@@ -30,6 +33,10 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--memory-mb", type=up_to(MAX_MEMORY_MB), default=64, metavar="MB",
         help="size of the input of the memory group (default: 64)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--sessions", type=up_to(MAX_SESSIONS), default=1000, metavar="N",
+        help="sessions in the archive of the prefix group (default: 1000)",
     )  # fmt: skip
 
 

@@ -117,6 +117,16 @@ def _append(args: argparse.Namespace, config: CodecConfig, sample: Sample, path:
     return measure_append(config, sample, path)
 
 
+def _prefix(args: argparse.Namespace, config: CodecConfig, sample: Sample, path: Path) -> list[Row]:
+    from kvtools.bench.commits import measure_commits
+    from kvtools.bench.many import measure_many
+    from kvtools.bench.sharing import measure_sharing
+
+    rows = measure_many(sample.token_ids, path, args.sessions, args.reps)
+    rows += measure_sharing(config, sample, path, args.reps)
+    return rows + measure_commits(config, sample, path)
+
+
 def _import(args: argparse.Namespace, config: CodecConfig, sample: Sample, _: Path) -> list[Row]:
     from kvtools.bench.processes import measure_import
 
@@ -142,6 +152,7 @@ GROUPS: dict[str, _Group] = {
     "range": _range,
     "open": _open,
     "append": _append,
+    "prefix": _prefix,
     "import": _import,
     "memory": _memory,
 }

@@ -5,13 +5,15 @@ from __future__ import annotations
 import statistics
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from kvcodecs.codec import CodecConfig, codec_for
 from kvcodecs.errors import Corrupt, InvalidArgument
-from kvcodecs.frame import open_frame
+from kvcodecs.frame import FrameHeader, open_frame
 from kvcodecs.plan import Plan
-from kvcodecs.spec import F32, KINDS, Kind
+from kvcodecs.spec import KINDS, Kind
 
 import kvstore
 from kvtools.bench.codec import Source, encode_stream
@@ -77,7 +79,9 @@ def measure_range(
         # The last full block of the short session, at the same place in the long one.
         stop = lengths[0] - lengths[0] % block
         span = (stop - block, stop)
-        pure, found = _pure_decode(config, short, span, sessions[0])
+        decode = PureDecode(config, short, span, sessions[0])
+        found = decode.outputs("float32")
+        pure = decode.plan(found)
         pure.run()
         for (layer, kind), expected in found.items():
             if not np.array_equal(sessions[0].read(layer, kind, *span, dtype="float32"), expected):
@@ -100,30 +104,59 @@ def measure_range(
     ]
 
 
-def _pure_decode(
-    config: CodecConfig, sample: Sample, span: tuple[int, int], session: kvstore.Session
-) -> tuple[Plan, dict[tuple[int, Kind], F32]]:
-    """Return a plan that decodes `span` of all streams from memory, and its outputs."""
-    plan = Plan()
-    outputs: dict[tuple[int, Kind], F32] = {}
-    blocks = {(s.layer, s.kind): s.block_tokens for s in session.info().streams}
-    for layer in range(sample.model.n_layers):
-        for kind, tensors in zip(KINDS, (sample.k, sample.v), strict=True):
-            spec = sample.model.stream(layer, kind)
-            stream = encode_stream(config, Source(layer, spec, tensors[layer]), blocks[layer, kind])
-            out = np.empty((spec.heads, span[1] - span[0], spec.head_dim), np.float32)
-            outputs[layer, kind] = out
-            for frame in stream.frames:
-                header, payload = open_frame(frame)
-                start = max(span[0], header.first_token)
-                stop = min(span[1], header.stop_token)
-                if start < stop:
-                    plan.add(
-                        codec_for(config), stream.params, payload,
-                        first_token=header.first_token, n_tokens=header.n_tokens,
-                        start=start, stop=stop, out=out[:, start - span[0] : stop - span[0]],
-                    )  # fmt: skip
-    return plan, outputs
+class PureDecode:
+    """Tokens ``[start, stop)`` of all streams, coded in memory: no archive, no checksum.
+
+    Parameters
+    ----------
+    session
+        Holds the sample: its blocks are coded here once more.
+    """
+
+    def __init__(
+        self,
+        config: CodecConfig,
+        sample: Sample,
+        span: tuple[int, int],
+        session: kvstore.Session,
+    ) -> None:
+        self._codec, self._model, self._span = codec_for(config), sample.model, span
+        self._frames: list[tuple[tuple[int, Kind], Any, FrameHeader, memoryview]] = []
+        blocks = {(s.layer, s.kind): s.block_tokens for s in session.info().streams}
+        for layer in range(sample.model.n_layers):
+            for kind, tensors in zip(KINDS, (sample.k, sample.v), strict=True):
+                source = Source(layer, sample.model.stream(layer, kind), tensors[layer])
+                stream = encode_stream(config, source, blocks[layer, kind])
+                for frame in stream.frames:
+                    header, payload = open_frame(frame)
+                    if header.first_token < span[1] and header.stop_token > span[0]:
+                        self._frames.append(((layer, kind), stream.params, header, payload))
+
+    def outputs(self, dtype: str) -> dict[tuple[int, Kind], npt.NDArray[Any]]:
+        """Return new arrays to decode to: of one piece where layers are alike, as reads do."""
+        n, layers = self._span[1] - self._span[0], range(self._model.n_layers)
+        found: dict[tuple[int, Kind], npt.NDArray[Any]] = {}
+        for kind in KINDS:
+            shapes = [
+                (s.heads, n, s.head_dim) for s in (self._model.stream(i, kind) for i in layers)
+            ]
+            whole = np.empty((len(layers), *shapes[0]), dtype) if len(set(shapes)) == 1 else None
+            for i, shape in enumerate(shapes):
+                found[i, kind] = np.empty(shape, dtype) if whole is None else whole[i]
+        return found
+
+    def plan(self, outputs: dict[tuple[int, Kind], npt.NDArray[Any]]) -> Plan:
+        """Return what decodes to `outputs`."""
+        plan = Plan()
+        for name, params, header, payload in self._frames:
+            start = max(self._span[0], header.first_token)
+            stop = min(self._span[1], header.stop_token)
+            plan.add(
+                self._codec, params, payload,
+                first_token=header.first_token, n_tokens=header.n_tokens, start=start, stop=stop,
+                out=outputs[name][:, start - self._span[0] : stop - self._span[0]],
+            )  # fmt: skip
+        return plan
 
 
 def measure_open(config: CodecConfig, sample: Sample, folder: Path, reps: int) -> list[Row]:
