@@ -92,9 +92,12 @@ def rebuild_index(archive: OpenArchive) -> tuple[int, list[KvError]]:
         errors: list[KvError] = []
         wanted = dict(_wanted_users(alive))
         pairs = [(record, model) for _, record, model in alive.records]
-        entries = expected_entries(
-            transaction, pairs, archive.path, lambda _, error: errors.append(error)
-        )
+        names = {record.id: name for name, record, _ in alive.records}
+
+        def on_error(record: SessionRecord, error: KvError) -> None:
+            errors.append(type(error)(f"session {names[record.id]!r}: {error}"))
+
+        entries = expected_entries(transaction, pairs, archive.path, on_error)
         wanted.update(dict.fromkeys(entries, b""))
         stored = [key for prefix in (keys.USER, keys.PREFIX) for key, _ in transaction.scan(prefix)]
         for key in stored:

@@ -13,6 +13,7 @@ from .catalog import Catalog
 from .identity import Model
 from .prefix import Chain, common_tokens, longest
 from .session_record import SessionRecord
+from .spans import header_of
 from .token_ids import Ids, read_ids
 from .users import is_prefix, usable_from
 
@@ -137,6 +138,9 @@ def _user(snapshot: Snapshot, owner: int, n_tokens: int) -> tuple[int, int, str]
 
 def n_sealed(record: SessionRecord, n_tokens: int) -> int:
     """Return how many of the first tokens lie in sealed blocks of every stream."""
-    n_own = {state: max(record.n_tokens - state.start, 0) for state in record.streams.values()}
-    sealed = [s.start + n // s.block_tokens * s.block_tokens for s, n in n_own.items()]
+    sealed = []
+    for stream, state in record.streams.items():
+        has_blocks = header_of(record, stream) is not None
+        n_own = max(record.n_tokens - state.start, 0) if has_blocks else 0
+        sealed.append(state.start + n_own // state.block_tokens * state.block_tokens)
     return min(n_tokens, *sealed)
