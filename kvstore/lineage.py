@@ -18,7 +18,7 @@ from kvcodecs.errors import InvalidArgument
 from . import keys
 from .backend import Snapshot, Transaction
 from .catalog import Catalog
-from .session_record import Part, SessionRecord, StreamName, StreamState
+from .session_record import Part, SessionRecord, StreamState
 from .sharing import claims_of, pruned, put_record
 from .spans import header_of
 
@@ -156,28 +156,25 @@ def _with_begins(rows: tuple[tuple[int, int], ...], at: int) -> list[tuple[int, 
 
 def parts_until(record: SessionRecord, at: int) -> tuple[Part, ...]:
     """Return the parts of the first `at` tokens, the session's own among them."""
-    parts, begin = [], 0
-    for part in record.parts:
-        if begin < at:
-            parts.append(_clipped(part, record.streams, at))
-        begin = part.stop
-    if begin < at:
-        own = Part(
-            owner=record.owner,
-            stop=at,
-            offset=0,
-            heads={name: state.n_head for name, state in record.streams.items()},
-            starts={name: state.start for name, state in record.streams.items()},
-        )
-        parts.append(_clipped(own, record.streams, at))
+    own = Part(
+        owner=record.owner,
+        stops=dict.fromkeys(record.streams, record.n_tokens),
+        offset=0,
+        heads={name: state.n_head for name, state in record.streams.items()},
+        starts={name: state.start for name, state in record.streams.items()},
+    )
+    parts = []
+    ends = dict.fromkeys(record.streams, 0)
+    for part in (*record.parts, own):
+        stops = {name: min(stop, at) for name, stop in part.stops.items()}
+        heads = {
+            name: min(part.heads[name], max(at - state.start, 0))
+            for name, state in record.streams.items()
+        }
+        if any(heads.values()) or any(stops[name] > ends[name] for name in ends):
+            parts.append(replace(part, stops=stops, heads=heads))
+            ends = stops
     return tuple(parts)
-
-
-def _clipped(part: Part, streams: Mapping[StreamName, StreamState], at: int) -> Part:
-    heads = {
-        name: min(part.heads[name], max(at - state.start, 0)) for name, state in streams.items()
-    }
-    return replace(part, stop=min(part.stop, at), heads=heads)
 
 
 def _headers(snapshot: Snapshot, record: SessionRecord, owner: int) -> dict[bytes, bytes]:

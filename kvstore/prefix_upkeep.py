@@ -84,12 +84,16 @@ def owned_ids(record: SessionRecord) -> tuple[int, int]:
 
 
 def add_entries(transaction: Transaction, record: SessionRecord, model: Model, ids: Ids) -> None:
-    """Store the entries of a session that is published with all its tokens."""
-    if is_prefix(record, model):
-        chain = Chain(model)
-        _, added = changes(chain, ids, record.owner)
-        for key in added:
-            transaction.put(key, b"")
+    """Store the entries of a session's own owner; `ids` are those of all its tokens."""
+    begin, stop = owned_ids(record)
+    if not is_prefix(record, model) or begin >= stop:
+        return
+    chain = Chain(model)
+    chain.extend(ids[:stop])
+    first = begin // HASH_TOKENS
+    tail = ids[first * HASH_TOKENS : stop]
+    for key in entry_keys(chain.hashes[first:], tail, begin, stop, record.owner, first):
+        transaction.put(key, b"")
 
 
 def unindex(

@@ -19,6 +19,7 @@ from . import keys
 from .backend import Snapshot, Transaction
 from .lineage import parts_until
 from .mismatch import check_identity
+from .prefix_upkeep import add_entries
 from .session_record import Part, SessionRecord, StreamState
 from .sharing import claims_of, put_record
 from .spans import head_of, header_of
@@ -138,10 +139,15 @@ def _share(session: Session, writer: SessionWriter, source: Session, start: int,
             for key, value in _ids(transaction, here, there, new, start, session._where):
                 transaction.put(key, value)
         shrunk = claims_of(here)
+        ids = None
+        if n_shared and new.has_ids:
+            ids = read_ids(transaction, here, 0, here.n_faithful_tokens, session._where)
         put_record(transaction, archive._catalog, session.name, here, new, shrunk=shrunk)
+        if ids is not None:
+            add_entries(transaction, new, session.model, ids)
         return n_shared
 
-    return archive._room.write(work)
+    return archive._room.write(work, keep=(session._id, source._id))
 
 
 def _n_alike(here: SessionRecord, there: SessionRecord, start: int, stop: int) -> int:
@@ -171,24 +177,22 @@ def _with_range(
     at = here.n_tokens
     shift = at - start
     none = dict.fromkeys(here.streams, 0)
-    taken, begin = [], 0
+    taken = []
     for part in parts_until(there, stop):
-        if part.stop > start:
-            taken.append(
-                Part(part.owner, part.stop + shift, part.offset + shift, none, part.starts)
-            )
-        begin = part.stop
+        stops = {name: max(end, start) + shift for name, end in part.stops.items()}
+        if any(end > at for end in stops.values()):
+            taken.append(Part(part.owner, stops, part.offset + shift, none, part.starts))
     return replace(
         here,
         owner=owner,
-        n_tokens=begin + shift,
+        n_tokens=stop + shift,
         codecs=here.codecs if at else there.codecs,
         streams={
             name: StreamState(state.block_tokens, state.start, has_header=True)
             for name, state in here.streams.items()
         },
         parts=(*parts_until(here, at), *taken),
-        id_parts=tuple(_id_parts(here)),
+        id_parts=tuple(_id_parts(here)) if at and here.has_ids else (),
         n_faithful=here.n_faithful_tokens,
         has_ids=here.has_ids if at else there.has_ids,
         post=here.post or there.post,
@@ -196,10 +200,13 @@ def _with_range(
 
 
 def _id_parts(record: SessionRecord) -> Iterator[tuple[int, int]]:
-    yield from record.id_parts
-    begin = record.id_parts[-1][1] if record.id_parts else 0
-    if begin < record.n_tokens:
-        yield record.owner, record.n_tokens
+    """Yield who stores the ids before the chunk that the range's ids begin in."""
+    last = record.n_tokens // CHUNK_TOKENS * CHUNK_TOKENS
+    begin = 0
+    for owner, stop in (*record.id_parts, (record.owner, record.n_tokens)):
+        if min(stop, last) > begin:
+            begin = min(stop, last)
+            yield owner, begin
 
 
 def _headers(

@@ -54,14 +54,15 @@ class StreamState:
 class Part:
     """A span of a session that the frames of another owner serve. FORMAT.md section 4.3.
 
-    It begins where the part before ends, or at 0.
+    It begins where the part before ends, or with the stream.
 
     Attributes
     ----------
     owner
         Whose frames.
-    stop
-        Position where it ends.
+    stops
+        Position where it ends, per stream. Ends of the last part may lie inside a block; where
+        the session goes on from there it codes that block anew, and the part ends before it.
     offset
         Positions here minus positions there; 0 unless the span was taken from another place.
     heads
@@ -71,7 +72,7 @@ class Part:
     """
 
     owner: int
-    stop: int
+    stops: Mapping[StreamName, int]
     offset: int
     heads: Mapping[StreamName, int]
     starts: Mapping[StreamName, int]
@@ -148,9 +149,9 @@ class SessionRecord:
         return self.n_tokens if self.n_faithful is None else min(self.n_faithful, self.n_tokens)
 
     @property
-    def n_shared(self) -> int:
-        """Tokens that parts serve; the session's own are ``[n_shared, n_tokens)``."""
-        return self.parts[-1].stop if self.parts else 0
+    def is_cut(self) -> bool:
+        """Whether nothing is stored of its own yet: all its tokens are those of parts."""
+        return bool(self.parts) and max(self.parts[-1].stops.values()) == self.n_tokens
 
     def pack(self, name: str) -> bytes:
         """Return the stored value of the session `name`."""
@@ -306,34 +307,37 @@ def _session(data: dict[str, Any], names: list[StreamName], where: str) -> Sessi
 
 def _check(record: SessionRecord, where: str) -> None:
     """Raise `Corrupt` for a record whose numbers cannot be true together."""
-    n, stops = record.n_tokens, [0, *(part.stop for part in record.parts)]
-    for rows in (stops, [0, *(stop for _, stop in record.id_parts)]):
-        rising = all(a < b for a, b in pairwise(rows))
-        if not rising or rows[-1] > n or record.first > n:
-            raise Corrupt(f"{where}: session record: {n} tokens, parts {rows}")
-    for part, begin in zip(record.parts, stops, strict=False):
-        for name, state in record.streams.items():
-            # Blocks of the owner must lie on blocks of this session.
-            there = part.offset + part.starts[name]
-            apart = state.start - there
-            early = max(begin, record.first, state.start) < there
-            if not state.block_tokens or apart % state.block_tokens or early:
-                raise Corrupt(f"{where}: session record: layer {name[0]} {name[1]}: {part}")
-    for (layer, kind), state in record.streams.items():
+    n = record.n_tokens
+    stops = [0, *(stop for _, stop in record.id_parts)]
+    if not _rises(stops, n) or record.first > n:
+        raise Corrupt(f"{where}: session record: {n} tokens, ids {stops}, first {record.first}")
+    for stream, state in record.streams.items():
+        ends = [0, *(part.stops[stream] for part in record.parts)]
         n_all = max(n - state.start, 0)
-        n_own = n - max(record.n_shared, state.start)
+        n_own = n - max(ends[-1], state.start)
         # Own tokens without a header are all in the own head, and those before them too.
         bad_head = state.n_head > n_all or (
             n_own > 0 and not state.has_header and state.n_head < n_all
         )
-        if state.block_tokens < 1 or bad_head:
-            raise Corrupt(f"{where}: session record: layer {layer} {kind}: {state}")
+        if state.block_tokens < 1 or bad_head or not _rises(ends, n):
+            raise Corrupt(f"{where}: session record: layer {stream[0]} {stream[1]}: {state} {ends}")
+        for part, begin in zip(record.parts, ends, strict=False):
+            # Blocks of the owner must lie on blocks of this session.
+            there = part.offset + part.starts[stream]
+            used = part.stops[stream] > begin
+            early = used and max(begin, record.first, state.start) < there
+            if (state.start - there) % state.block_tokens or early:
+                raise Corrupt(f"{where}: session record: layer {stream[0]} {stream[1]}: {part}")
+
+
+def _rises(numbers: list[int], last: int) -> bool:
+    return numbers[-1] <= last and all(a <= b for a, b in pairwise(numbers))
 
 
 def _pack_part(part: Part, streams: Mapping[StreamName, StreamState]) -> dict[str, object]:
     data: dict[str, object] = {
         "owner": f"{part.owner:016x}",
-        "stop": part.stop,
+        "stop": _fold(streams, [part.stops[name] for name in streams]),
         "offset": part.offset,
         "n_head": _fold(streams, [part.heads[name] for name in streams]),
         "start": _fold(streams, [part.starts[name] for name in streams]),
@@ -347,7 +351,7 @@ def _parts(items: object, names: list[StreamName]) -> tuple[Part, ...]:
     return tuple(
         Part(
             owner=_owner(item["owner"]),
-            stop=_tokens(item["stop"]),
+            stops=dict(zip(names, _unfold(names, item.get("stop", 0)), strict=True)),
             offset=_offset(item.get("offset", 0)),
             heads=dict(zip(names, _unfold(names, item.get("n_head", 0)), strict=True)),
             starts=dict(zip(names, _unfold(names, item.get("start", 0)), strict=True)),
@@ -357,7 +361,8 @@ def _parts(items: object, names: list[StreamName]) -> tuple[Part, ...]:
 
 
 def _owners_and_stops(parts: tuple[Part, ...]) -> tuple[tuple[int, int], ...]:
-    return tuple((part.owner, part.stop) for part in parts)
+    """Return what `id_parts` are when they say nothing else than the parts."""
+    return tuple((part.owner, max(part.stops.values())) for part in parts)
 
 
 def _without_defaults(data: dict[str, object], *kept: str) -> dict[str, object]:

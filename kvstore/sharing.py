@@ -207,6 +207,32 @@ def pruned(record: SessionRecord) -> SessionRecord:
     return replace(record, parts=parts, id_parts=id_parts)
 
 
+def settled(record: SessionRecord) -> SessionRecord:
+    """Return the record of the first commit after a cut.
+
+    The blocks and chunks of ids that were cut are the session's own now, whole: the parts end
+    before them. A stream that was a raw head alone has all its blocks of its own.
+    """
+    begins = {}
+    for stream, state in record.streams.items():
+        cut_at = max(record.parts[-1].stops[stream], state.start)
+        n_blocks = (cut_at - state.start) // state.block_tokens
+        in_blocks = spans_of(replace(record, n_tokens=cut_at), stream)
+        begins[stream] = state.start + n_blocks * state.block_tokens if in_blocks else state.start
+    parts = [
+        replace(part, stops={name: min(stop, begins[name]) for name, stop in part.stops.items()})
+        for part in record.parts
+    ]
+    ids_cut_at = record.id_parts[-1][1] if record.id_parts else 0
+    ids_begin = ids_cut_at // CHUNK_TOKENS * CHUNK_TOKENS
+    id_parts, begin = [], 0
+    for owner, stop in record.id_parts:
+        if min(stop, ids_begin) > begin:
+            begin = min(stop, ids_begin)
+            id_parts.append((owner, begin))
+    return pruned(replace(record, parts=tuple(parts), id_parts=tuple(id_parts)))
+
+
 def delete_record(
     transaction: Transaction, catalog: Catalog, name: str, record: SessionRecord
 ) -> None:

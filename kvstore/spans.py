@@ -1,8 +1,7 @@
 """Who serves which tokens of a stream: the session itself, or owners it shares frames with.
 
-A stream is a raw head (perhaps) and blocks. Each block is served by one owner: the last one
-that has tokens in it, since whoever goes on after a cut codes the cut block again. So the blocks
-of a stream fall into spans, one after the other. FORMAT.md section 4.3.
+A stream is a raw head (perhaps) and blocks, and the blocks fall into spans of one owner each, one
+after the other. FORMAT.md section 4.3.
 """
 
 from __future__ import annotations
@@ -90,35 +89,36 @@ def _served(record: SessionRecord, stream: StreamName) -> Served:
     """Return head and spans of a stream; streams that are alike have the same."""
     alike: object = record.streams[stream]
     if record.parts:
-        alike = alike, *((part.starts[stream], part.heads[stream]) for part in record.parts)
+        rows = ((p.stops[stream], p.starts[stream], p.heads[stream]) for p in record.parts)
+        alike = alike, *rows
     served: Served | None = record.served.get(alike)
     if served is None:
-        sources = _sources(record, stream)
-        served = record.served[alike] = _head(sources), _spans(record, stream, sources)
+        served = record.served[alike] = _head(record, stream), _spans(record, stream)
     return served
 
 
-def _head(sources: list[_Source]) -> Head | None:
-    for source in reversed(sources):
-        if source.n_head:
-            return Head(source.owner, source.n_head, source.own)
+def _head(record: SessionRecord, stream: StreamName) -> Head | None:
+    n_own = record.streams[stream].n_head
+    if n_own:
+        return Head(record.owner, n_own, own=True)
+    # Also of a part that has no blocks of the stream any more.
+    for part in reversed(record.parts):
+        if part.heads[stream]:
+            return Head(part.owner, part.heads[stream], own=False)
     return None
 
 
-def _spans(record: SessionRecord, stream: StreamName, sources: list[_Source]) -> tuple[Span, ...]:
-    state = record.streams[stream]
-    block_tokens, base = state.block_tokens, state.start
-    if not sources:
-        return ()
-    firsts = [_first_block(record, stream, i, sources) for i in range(len(sources))]
-    stops = [*firsts[1:], -(-(record.n_tokens - base) // block_tokens)]
+def _spans(record: SessionRecord, stream: StreamName) -> tuple[Span, ...]:
+    block_tokens, base = record.streams[stream].block_tokens, record.streams[stream].start
     spans = []
-    for source, first, stop in zip(sources, firsts, stops, strict=True):
-        if first < stop and not _is_headless(source, base):
-            shift = (source.offset + source.start - base) // block_tokens
-            spans.append(
-                Span(source.owner, first, stop, source.stop, source.offset, shift, source.own)
-            )
+    for source in _sources(record, stream):
+        if source.offset == 0 and base + source.n_head >= source.stop:
+            continue  # all tokens up to its end are in its raw head
+        # Whoever begins inside a block has coded all of it.
+        first = (source.begin - base) // block_tokens
+        stop = -(-(source.stop - base) // block_tokens)
+        shift = (source.offset + source.start - base) // block_tokens
+        spans.append(Span(source.owner, first, stop, source.stop, source.offset, shift, source.own))
     return tuple(spans)
 
 
@@ -131,17 +131,16 @@ def header_of(record: SessionRecord, stream: StreamName) -> int | None:
 
 
 def id_spans(record: SessionRecord, chunk_tokens: int) -> list[tuple[int, int, int]]:
-    """Return (owner, first chunk, stop chunk) of the token ids; chunks are served as blocks are."""
+    """Return (owner, first chunk, stop chunk) of the token ids."""
+    if not record.has_ids:
+        return []
     found: list[tuple[int, int, int]] = []
     begin = 0
     for owner, stop in (*record.id_parts, (record.owner, record.n_tokens)):
-        if stop > begin and record.has_ids:
-            first = begin // chunk_tokens
-            if found and found[-1][2] > first:
-                found[-1] = (*found[-1][:2], first)
-            found.append((owner, first, -(-stop // chunk_tokens)))
-            begin = stop
-    return [(owner, first, stop) for owner, first, stop in found if first < stop]
+        if stop > begin:
+            found.append((owner, begin // chunk_tokens, -(-stop // chunk_tokens)))
+        begin = stop
+    return found
 
 
 def _sources(record: SessionRecord, stream: StreamName) -> list[_Source]:
@@ -150,30 +149,12 @@ def _sources(record: SessionRecord, stream: StreamName) -> list[_Source]:
     found = []
     begin = state.start
     for part in record.parts:
-        if part.stop > begin:
-            start, n_head = part.starts[stream], part.heads[stream]
-            found.append(
-                _Source(part.owner, begin, part.stop, part.offset, start, n_head, own=False)
-            )
-            begin = part.stop
+        stop, start, n_head = part.stops[stream], part.starts[stream], part.heads[stream]
+        if stop > begin:
+            found.append(_Source(part.owner, begin, stop, part.offset, start, n_head, own=False))
+            begin = stop
     if record.n_tokens > begin:
         found.append(
             _Source(record.owner, begin, record.n_tokens, 0, state.start, state.n_head, own=True)
         )
     return found
-
-
-def _is_headless(source: _Source, base: int) -> bool:
-    """Whether all tokens up to the end of a source are in its raw head."""
-    return source.offset == 0 and base + source.n_head >= source.stop
-
-
-def _first_block(record: SessionRecord, stream: StreamName, i: int, sources: list[_Source]) -> int:
-    """Return the first block that a source serves: the one its first token is in.
-
-    After tokens that are in a raw head alone it is block 0: the blocks begin there.
-    """
-    state = record.streams[stream]
-    if i == 0 or _is_headless(sources[i - 1], state.start):
-        return 0
-    return (sources[i].begin - state.start) // state.block_tokens

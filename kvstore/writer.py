@@ -30,7 +30,7 @@ from .prefix_upkeep import PrefixKeys
 from .reader import Reader
 from .room import Room
 from .session_record import MAX_TOKENS, SessionRecord, StreamName
-from .sharing import claims_of, pruned, put_record
+from .sharing import claims_of, put_record, settled
 from .spans import header_of
 from .stream import Prepared, StreamWriter
 from .token_ids import CHUNK_TOKENS, Ids, check_ids, pack_ids, read_ids
@@ -159,9 +159,9 @@ class SessionWriter:
                 metadata=stored.metadata,
             )
             shrunk: set[int] = set()
-            if stored.parts and stored.n_tokens == stored.n_shared:
+            if stored.is_cut:
                 # Its own first tokens: cut blocks are coded anew and not needed there any more.
-                record = pruned(record)
+                record = settled(record)
                 shrunk.update(claims_of(stored))
             for name, value in puts:
                 if value is None:
