@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
@@ -60,9 +61,13 @@ def test_command_line_examples_run(tmp_path, monkeypatch, capsys):
     rng = np.random.default_rng(1)
     values = rng.standard_normal((2, 2, 300, 8)).astype(ml_dtypes.bfloat16)
     shapes = {"k_pre": (values.dtype, values.shape), "v": (values.dtype, values.shape)}
+    ids = np.arange(300, dtype=np.int64)
+    shapes["token_ids"] = (ids.dtype, ids.shape)
     with TensorWriter("chat.safetensors", shapes) as writer:
-        for name in shapes:
+        for name in ("k_pre", "v"):
             writer.array(name)[...] = values
+        writer.array("token_ids")[...] = ids
+    Path("prompt.json").write_text(json.dumps([*range(200), 7, 7, 7]))
     commands = [shlex.split(line)[1:] for line in shell_lines() if line.startswith("kvstore ")]
     assert {argv[0] for argv in commands} == set(cli.COMMANDS) - {"demo"}
     for argv in commands:
