@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +15,7 @@ from kvcodecs.spec import Kind
 
 import kvstore
 from kvtools.bench.processes import run_python
-from kvtools.bench.rows import Row
+from kvtools.bench.rows import Row, interleaved
 
 Ids = npt.NDArray[np.int64]
 
@@ -33,8 +33,8 @@ MODEL = kvstore.Model.uniform(
     name="many", n_layers=1, n_kv_heads=1, head_dim=2, dtype="float16", revision="bench"
 )
 
-# Prints the seconds of opening an archive in a process that has imported everything, those of its
-# lists of sessions, and how many sessions are in them.
+# Prints the seconds of opening an archive in a process that has imported this package, and CPU
+# seconds of it; the seconds of its lists of sessions, and how many sessions are in them.
 _OPEN = """
 import sys, time
 import kvstore
@@ -43,10 +43,12 @@ def seconds(action):
     start = time.perf_counter()
     found = action()
     return time.perf_counter() - start, found
+cpu = time.process_time()
 opening, archive = seconds(lambda: kvstore.open(sys.argv[1]))
+cpu = time.process_time() - cpu
 naming, names = seconds(archive.names)
 listing, sessions = seconds(archive.sessions)
-print(opening, naming, listing, len(names), len(sessions))
+print(opening, cpu, naming, listing, len(names), len(sessions))
 """
 
 
@@ -157,22 +159,22 @@ def store(path: Path, many: ManySessions) -> None:
 def measure_match(path: Path, many: ManySessions, reps: int) -> list[Row]:
     """Ask for the longest stored prefix of long prompts."""
     prompts = many.prompts()
-    seconds = np.empty((reps, len(prompts)))
     with kvstore.open(path) as archive:
         for prompt in prompts:
             check(archive, prompt)
-        for at in range(reps):
-            for index, prompt in enumerate(prompts):
-                start = time.perf_counter()
-                archive.match_prefix(prompt.ids, MODEL)
-                seconds[at, index] = time.perf_counter() - start
+        matches = [partial(archive.match_prefix, prompt.ids, MODEL) for prompt in prompts]
+        times = interleaved(matches, reps)
     note = f"{PROMPT_TOKENS} tokens; {many.n_sessions} sessions, {many.n_sharers} share half"
     rows = []
     for kind in dict.fromkeys(prompt.kind for prompt in prompts):
-        chosen = seconds[:, [prompt.kind == kind for prompt in prompts]]
-        rows.append(Row("prefix", f"match, {kind}", 1e3 * float(np.median(chosen)), "ms", note))
-        worst = float(np.median(chosen, axis=0).max())
-        rows.append(Row("prefix", f"match, {kind}, slowest prompt", 1e3 * worst, "ms", note))
+        chosen = [prompt.kind == kind for prompt in prompts]
+        of_prompts = np.median(times.wall[chosen], axis=1)
+        for name, seconds in (
+            (f"match, {kind}", np.median(of_prompts)),
+            (f"match, {kind}, slowest prompt", of_prompts.max()),
+            (f"match, {kind}, CPU time", np.median(times.cpu[chosen])),
+        ):
+            rows.append(Row("prefix", name, 1e3 * float(seconds), "ms", note))
     return rows
 
 
@@ -191,10 +193,10 @@ def check(archive: kvstore.Archive, prompt: Prompt) -> None:
 def measure_open(path: Path, many: ManySessions, reps: int) -> list[Row]:
     """Open an archive of many sessions in fresh processes, and list its sessions."""
     found = [run_python(_OPEN, str(path)).split() for _ in range(reps)]
-    if any(words[3:] != [str(many.n_sessions)] * 2 for words in found):
+    if any(words[4:] != [str(many.n_sessions)] * 2 for words in found):
         raise Corrupt(f"{path}: sessions are missing")
     note = f"{many.n_sessions} sessions, in a fresh process"
     return [
         Row("prefix", name, 1e3 * statistics.median(float(words[i]) for words in found), "ms", note)
-        for i, name in enumerate(("open", "names", "list of sessions"))
+        for i, name in enumerate(("open", "open, CPU time", "names", "list of sessions"))
     ]
