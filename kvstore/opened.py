@@ -25,6 +25,7 @@ from .identity import Model
 from .matching import Promise
 from .mismatch import check_identity
 from .prefix_upkeep import add_entries
+from .reader import Codings
 from .records import FORMAT_VERSION
 from .room import Room
 from .session import Session
@@ -49,6 +50,7 @@ class OpenArchive:
             None if lease_seconds is None else check_seconds("lease_seconds", lease_seconds)
         )
         self._catalog = Catalog(backend.path)
+        self._codings = Codings()
         self._room = Room(backend, self._catalog, lock_timeout)
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         self._lock, self._renaming = ForkLock(), ForkLock()

@@ -39,7 +39,7 @@ class StoredSession:
     ) -> None:
         self._archive, self._name, self._id = archive, name, session
         self._promise = promise
-        self._reader = Reader(model, self._where)
+        self._reader = Reader(model, self._where, archive._codings)
 
     @property
     def name(self) -> str:

@@ -44,8 +44,9 @@ def crc32c(*parts: BytesLike) -> int:
     """Return the CRC-32C (Castagnoli) of the concatenation of `parts`."""
     crc = 0
     for part in parts:
-        n_bytes = part.nbytes if isinstance(part, memoryview | np.ndarray) else len(part)
-        if n_bytes:
+        if isinstance(part, bytes):
+            crc = google_crc32c.extend(crc, part)
+        elif part.nbytes if isinstance(part, memoryview | np.ndarray) else len(part):
             # google_crc32c takes bytes and arrays but no memoryview; this wraps without a copy.
             crc = google_crc32c.extend(crc, np.frombuffer(part, dtype=np.uint8))
     return crc
@@ -112,11 +113,11 @@ class ErrorStats:
 
     def is_valid(self) -> bool:
         """Whether the three numbers can belong together (FORMAT.md section 2.1)."""
-        if math.isnan(self.max_error) or math.isnan(self.sum_squares):
-            both = math.isnan(self.max_error) and math.isnan(self.sum_squares)
-            return both and self.n_values == 0
-        finite = math.isfinite(self.max_error) and math.isfinite(self.sum_squares)
-        return finite and self.max_error >= 0.0 and self.sum_squares >= 0.0
+        # Chained comparisons are false for NaN.
+        if 0.0 <= self.max_error < math.inf and 0.0 <= self.sum_squares < math.inf:
+            return True
+        both = math.isnan(self.max_error) and math.isnan(self.sum_squares)
+        return both and self.n_values == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,7 +278,7 @@ def open_frame(data: BytesLike, where: str = "") -> tuple[FrameHeader, memoryvie
     _check_length("frame", view.nbytes, HEADER_BYTES + fields[_PAYLOAD_BYTES], prefix)
     # The checksum goes first: a flipped reserved flag is damage, not a newer release.
     payload = view[HEADER_BYTES:]
-    _check_crc("frame", crc32c(view[: _HEADER.size], payload), view[72:76], prefix)
+    _check_crc("frame", crc32c(bytes(view[: _HEADER.size]), payload), view[72:76], prefix)
     return _header_of(fields, prefix), payload
 
 
