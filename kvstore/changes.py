@@ -60,6 +60,7 @@ def truncate_session(session: Session, writer: SessionWriter, n_tokens: int) -> 
             roll_back(transaction, archive._catalog, name, record, n_tokens, owner, where)
 
     archive._room.write(work, frees=True)
+    session._promise = None  # what a prompt matched was taken back on purpose
     return archive._writer(session, writer.lease)
 
 
@@ -72,6 +73,7 @@ def trim_session(session: Session, first: int) -> None:
         trim_front(transaction, archive._catalog, session.name, record, first, session._where)
 
     archive._room.write(work, frees=True)
+    session._promise = None
 
 
 def rename_session(session: Session, name: str, replace: bool) -> None:

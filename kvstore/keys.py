@@ -116,6 +116,16 @@ def user_key(owner: int, until: int, session: int) -> bytes:
 OWNED: Final = (HEADER, FRAME, TAIL, HEAD, TOKENS)
 
 
+def name_of(key: bytes) -> str:
+    """Return the name in the key of a session record; raises `Corrupt` if there is none."""
+    try:
+        name = key[1:].decode("utf-8")
+        # Quick for the many: a name that is printable, as nearly all are, has no control character.
+        return name if name.isprintable() and 1 < len(key) <= MAX_NAME_BYTES else check_name(name)
+    except (UnicodeDecodeError, InvalidArgument) as error:
+        raise Corrupt(f"key {key!r}: {error}") from error
+
+
 def parse(key: bytes) -> Key:
     """Return what a stored key says.
 
@@ -131,7 +141,7 @@ def parse(key: bytes) -> Key:
         if prefix == IDENTITY and len(key) == 1 + DIGEST_BYTES:
             return Key(prefix, digest=key[1:])
         if prefix == SESSION:
-            return Key(prefix, name=check_name(key[1:].decode("utf-8")))
+            return Key(prefix, name=name_of(key))
         if prefix == FRAME:
             _, owner, layer, kind, index = _BLOCK.unpack(key)
             return Key(prefix, owner=owner, layer=layer, kind=_KINDS[kind], index=index)

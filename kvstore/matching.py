@@ -78,7 +78,7 @@ class Promise:
         n = len(self._ids)
         if record.first == 0 and record.n_rollbacks == self._n_rollbacks:
             return
-        kept = record.first == 0 and record.n_faithful_tokens >= n
+        kept = record.has_ids and record.first == 0 and record.n_faithful_tokens >= n
         if not kept or common_tokens(read_ids(snapshot, record, 0, n, where), self._ids) < n:
             raise NotFound(
                 f"{where}: the {n} tokens that matched are not there any more; match again"

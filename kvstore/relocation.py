@@ -177,11 +177,14 @@ def _with_range(
     at = here.n_tokens
     shift = at - start
     none = dict.fromkeys(here.streams, 0)
-    taken = []
+    parts = list(parts_until(here, at))
     for part in parts_until(there, stop):
         stops = {name: max(end, start) + shift for name, end in part.stops.items()}
         if any(end > at for end in stops.values()):
-            taken.append(Part(part.owner, stops, part.offset + shift, none, part.starts))
+            taken = Part(part.owner, stops, part.offset + shift, none, part.starts)
+            if parts and taken == replace(parts[-1], stops=stops):
+                parts.pop()  # goes on where the range before ended
+            parts.append(taken)
     return replace(
         here,
         owner=owner,
@@ -191,7 +194,7 @@ def _with_range(
             name: StreamState(state.block_tokens, state.start, has_header=True)
             for name, state in here.streams.items()
         },
-        parts=(*parts_until(here, at), *taken),
+        parts=tuple(parts),
         id_parts=tuple(_id_parts(here)) if at and here.has_ids else (),
         n_faithful=here.n_faithful_tokens,
         has_ids=here.has_ids if at else there.has_ids,

@@ -25,7 +25,7 @@ StreamName: TypeAlias = tuple[int, Kind]
 SESSION_MAGIC: Final = b"KVS1"
 MAX_TOKENS: Final = 1 << 40
 #: Parts of one session: each costs a few bytes of a record that every commit rewrites.
-MAX_PARTS: Final = 1 << 16
+MAX_PARTS: Final = 1 << 12
 
 
 @dataclass(frozen=True, slots=True)

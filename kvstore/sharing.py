@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from kvcodecs.errors import Corrupt, KvError
+from kvcodecs.errors import Corrupt, InvalidArgument, KvError
 
 from . import keys
 from .backend import Snapshot, Transaction
 from .identity import Model
 from .prefix_upkeep import unindex
-from .session_record import SessionRecord, StreamName
+from .session_record import MAX_PARTS, MAX_TOKENS, SessionRecord, StreamName
 from .spans import head_of, header_of, id_spans, spans_of
 from .token_ids import CHUNK_TOKENS
 from .users import indexed, is_prefix, users_of
@@ -164,6 +164,11 @@ def put_record(
         Owners of which the session needs less than before; those it does not use any more are
         added.
     """
+    if len(new.parts) > MAX_PARTS or new.n_tokens > MAX_TOKENS:
+        raise InvalidArgument(
+            f"{catalog.path}: session {name!r}: {new.n_tokens} tokens in {len(new.parts)} shared "
+            f"parts: at most {MAX_TOKENS} in {MAX_PARTS}; append values instead of ranges"
+        )
     if old_name is not None and old_name != name:
         transaction.delete(keys.session_key(old_name))
         catalog.forget(old_name)

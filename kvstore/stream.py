@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from kvcodecs.codec import BlockEncoder, Chunks, CodecConfig, codec_by_number, codec_for
+from kvcodecs.codec import BlockCodec, BlockEncoder, Chunks, CodecConfig, codec_by_number, codec_for
 from kvcodecs.frame import ErrorStats, header_tag, pack_frame, seal_record
 from kvcodecs.plan import available_cpus
 from kvcodecs.raw import Raw
@@ -121,11 +121,10 @@ class StreamWriter:
         """Values of the unfinished block."""
         return 0 if self._encoder is None else self.spec.n_values(self._encoder.n_tokens)
 
-    def resume_header(self, codec_number: int, header: bytes, *, own: bool) -> None:
-        """Go on with a header, stored under this owner or under the one that went before."""
-        self._codec = codec_by_number(codec_number)
-        self._fix(self._codec.unpack(self.spec, header), header)
-        self._header_stored = own
+    def resume_header(self, codec: BlockCodec, params: Any, tag: int, header: bytes | None) -> None:
+        """Go on with a stream header, parsed; its bytes where this owner has to store it too."""
+        self._codec, self._params, self._tag = codec, params, tag
+        self._header, self._header_stored = header or b"", header is None
 
     def resume_head(self, coded: F32, dtype: str, *, post: bool) -> None:
         """Go on with the committed tokens of a stream without header, and their stored dtype."""

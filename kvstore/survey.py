@@ -67,7 +67,7 @@ def session_names(snapshot: Snapshot) -> list[str]:
     names = []
     for key, _ in snapshot.scan(keys.SESSION):
         try:
-            names.append(keys.parse(key).name or "")
+            names.append(keys.name_of(key))
         except Corrupt:
             continue  # `verify` reports it
     return names

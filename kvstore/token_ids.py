@@ -102,8 +102,9 @@ def read_ids(snapshot: Snapshot, record: SessionRecord, start: int, stop: int, w
 def read_id_chunk(snapshot: Snapshot, record: SessionRecord, chunk: int, where: str) -> Ids:
     """Return the committed ids of one chunk."""
     where = f"{where} token ids chunk {chunk}"
-    owner = next(o for o, first, stop in id_spans(record, CHUNK_TOKENS) if first <= chunk < stop)
-    value = snapshot.get(keys.tokens_key(owner, chunk))
+    spans = id_spans(record, CHUNK_TOKENS)
+    owner = next((owner for owner, first, stop in spans if first <= chunk < stop), None)
+    value = None if owner is None else snapshot.get(keys.tokens_key(owner, chunk))
     if value is None:
         raise Corrupt(f"{where}: missing")
     n_expected = min(CHUNK_TOKENS, record.n_tokens - chunk * CHUNK_TOKENS)

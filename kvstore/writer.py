@@ -202,23 +202,32 @@ class SessionWriter:
 
     def _resume(self, record: SessionRecord, reader: Reader, snapshot: Snapshot) -> None:
         n = record.n_tokens
+        resumes: list[Callable[[], None]] = []
+        n_values = 0
         for (layer, kind), stream in self._streams.items():
             state = record.streams[layer, kind]
             owner = header_of(record, (layer, kind))
             if owner is not None:
+                coding = reader.coding(snapshot, owner, layer, kind)
                 own = owner == record.owner
-                stream.resume_header(*reader.header(snapshot, owner, layer, kind), own=own)
+                header = None if own else reader.header(snapshot, owner, layer, kind)[1]
+                stream.resume_header(coding.codec, coding.params, coding.tag, header)
                 n_sealed, n_tail = divmod(max(n - state.start, 0), state.block_tokens)
                 tail = list(pieces(record, layer, kind, n - n_tail, n, blocks_only=True))
                 coded, error = None, ErrorStats.none()
                 if tail:
                     coded, error, _ = reader.decode(snapshot, tail[0], layer, kind)
                     own = tail[0].owner == record.owner
-                stream.resume_blocks(n_sealed, coded, error, own=own)
+                    n_values += coded.size
+                resumes.append(partial(stream.resume_blocks, n_sealed, coded, error, own=own))
             elif n > state.start:
                 (piece,) = pieces(record, layer, kind, state.start, n)
                 coded, _, dtype = reader.decode(snapshot, piece, layer, kind)
                 stream.resume_head(coded, dtype, post=record.post and kind == "k")
+        # Tails are coded anew, which takes longer than to decode them.
+        many = n_values >= _MANY_VALUES and len(resumes) > 1
+        n_workers = min(available_cpus(), len(resumes)) if many else 1
+        list(_map(lambda resume: resume(), resumes, n_workers))
         n_ids = n % CHUNK_TOKENS
         if self._has_ids and n_ids:
             self._ids = [read_ids(snapshot, record, n - n_ids, n, self._where)]
