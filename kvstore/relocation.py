@@ -13,12 +13,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from kvcodecs.errors import InvalidArgument
+from kvcodecs.errors import InvalidArgument, NotFound
 
 from . import keys
 from .backend import Snapshot, Transaction
 from .lineage import parts_until
 from .mismatch import check_identity
+from .pieces import pieces
 from .prefix_upkeep import add_entries
 from .session_record import Part, SessionRecord, StreamState
 from .sharing import claims_of, put_record
@@ -77,6 +78,9 @@ def append_range(session: Session, source: Session, start: int, stop: int) -> Ap
         Not a range of what is committed, before what was trimmed or what a windowed layer begins
         with; one session has token ids and the other has none; a value is beyond this
         session's step.
+    NotFound
+        The source is deleted or rolled back meanwhile; the values that were to be copied are not
+        appended.
     Locked, Full
         See `Session.commit`. Shared blocks are committed before the others: `n_committed` says
         what is there.
@@ -85,21 +89,25 @@ def append_range(session: Session, source: Session, start: int, stop: int) -> Ap
         writer = session._appender()
         check_identity(source.model, session.model, source._where)
         writer.commit()
-        n_before = writer.n_tokens
-        with source._archive._read() as snapshot:
-            _check(source._record(snapshot), start, stop, source._where)
+        at = writer.n_tokens
+        n_rollbacks = _checked(source, start, stop).n_rollbacks
         n_shared = 0
-        if start < stop:
-            n_shared = _share(session, writer, source, start, stop)
-            session._writer = writer = _reopened(session, writer)
+        if start < stop and source._archive is session._archive:
+            n_shared = _share(session, writer, source, start, stop, n_rollbacks)
         try:
+            if n_shared:
+                session._writer = writer = _reopened(session, writer)
+            elif start < stop:
+                writer.foreign_from = at
             for lo in range(start + n_shared, stop, PASS_TOKENS):
                 _copy(writer, source, lo, min(lo + PASS_TOKENS, stop))
+            _check_same(_checked(source, start, stop), n_rollbacks, source._where)
             writer.commit()
         except BaseException:
             session._writer = _reopened(session, writer)  # without the tokens not committed
             raise
-    error = _largest_error(session, source, start + n_shared, stop, n_before - start)
+        writer.foreign_from = None
+    error = _largest_error(session, source, start + n_shared, stop, at - start, n_rollbacks)
     return AppendedRange(stop - start, n_shared, error)
 
 
@@ -107,9 +115,19 @@ def _reopened(session: Session, writer: SessionWriter) -> SessionWriter:
     return session._archive._writer(session, writer.lease)
 
 
+def _checked(source: Session, start: int, stop: int) -> SessionRecord:
+    """Return the source's record, which has the range."""
+    with source._archive._read() as snapshot:
+        record = source._record(snapshot)
+    _check(record, start, stop, source._where)
+    return record
+
+
 def _check(record: SessionRecord, start: int, stop: int, where: str) -> None:
     least = max(record.first, *(state.start for state in record.streams.values()))
-    numbers = all(isinstance(n, int) and not isinstance(n, bool) for n in (start, stop))
+    numbers = all(
+        isinstance(n, int | np.integer) and not isinstance(n, bool) for n in (start, stop)
+    )
     if not numbers or not 0 <= start <= stop <= record.n_tokens:
         raise InvalidArgument(
             f"{where}: range [{start}, {stop}): {record.n_tokens} tokens are committed"
@@ -118,29 +136,40 @@ def _check(record: SessionRecord, start: int, stop: int, where: str) -> None:
         raise InvalidArgument(f"{where}: range [{start}, {stop}): layers begin at token {least}")
 
 
-def _share(session: Session, writer: SessionWriter, source: Session, start: int, stop: int) -> int:
+def _check_same(record: SessionRecord, n_rollbacks: int, where: str) -> None:
+    """Raise `NotFound` if tokens of the source were taken back: others may be in their place."""
+    if record.n_rollbacks != n_rollbacks:
+        raise NotFound(f"{where}: tokens were taken back while a range of it was appended")
+
+
+def _share(
+    session: Session,
+    writer: SessionWriter,
+    source: Session,
+    start: int,
+    stop: int,
+    n_rollbacks: int,
+) -> int:
     """Take over the source's whole blocks, if they lie alike; return their tokens."""
     archive = session._archive
     owner = archive.new_owner()
 
     def work(transaction: Transaction) -> int:
         here = writer.stored(transaction)
-        n_shared = 0
-        # From here on the KV is not that of the session's own tokens.
-        new = replace(here, n_faithful=here.n_faithful_tokens)
-        if source._archive is archive:
-            there = archive._catalog.record(transaction, source.name, source._id)
-            _check(there, start, stop, source._where)
-            n_shared = _n_alike(here, there, start, stop)
-        if n_shared:
-            new = _with_range(here, there, start, start + n_shared, owner)
-            for key, value in _headers(transaction, here, there, owner):
-                transaction.put(key, value)
-            for key, value in _ids(transaction, here, there, new, start, session._where):
-                transaction.put(key, value)
+        there = source._record(transaction)
+        _check(there, start, stop, source._where)
+        _check_same(there, n_rollbacks, source._where)
+        n_shared = _n_alike(here, there, start, stop)
+        if not n_shared:
+            return 0
+        new = _with_range(here, there, start, start + n_shared, owner)
+        for key, value in _headers(transaction, here, there, owner):
+            transaction.put(key, value)
+        for key, value in _ids(transaction, here, there, new, start, session._where):
+            transaction.put(key, value)
         shrunk = claims_of(here)
         ids = None
-        if n_shared and new.has_ids:
+        if new.has_ids:
             ids = read_ids(transaction, here, 0, here.n_faithful_tokens, session._where)
         put_record(transaction, archive._catalog, session.name, here, new, shrunk=shrunk)
         if ids is not None:
@@ -252,15 +281,34 @@ def _copy(writer: SessionWriter, source: Session, start: int, stop: int) -> None
     writer.append(k, v, "pre", ids, None, None)
 
 
-def _largest_error(session: Session, source: Session, start: int, stop: int, shift: int) -> float:
+def _largest_error(
+    session: Session, source: Session, start: int, stop: int, shift: int, n_rollbacks: int
+) -> float:
     """Return the largest difference between the source's values and the session's."""
     largest = 0.0
-    for lo in range(start, stop, PASS_TOKENS):
-        hi = min(lo + PASS_TOKENS, stop)
-        theirs = source.read_all(lo, hi, dtype="float32")
-        mine = session.read_all(lo + shift, hi + shift, dtype="float32")
-        for a, b in zip(_tensors(theirs), _tensors(mine), strict=True):
-            largest = max(largest, float(np.max(np.abs(a - b), initial=0.0)))
+    try:
+        for lo in range(start, stop, PASS_TOKENS):
+            hi = min(lo + PASS_TOKENS, stop)
+            theirs = source.read_all(lo, hi, dtype="float32")
+            mine = session.read_all(lo + shift, hi + shift, dtype="float32")
+            for a, b in zip(_tensors(theirs), _tensors(mine), strict=True):
+                largest = max(largest, float(np.max(np.abs(a - b), initial=0.0)))
+        _check_same(_checked(source, start, stop), n_rollbacks, source._where)
+    except (NotFound, InvalidArgument):
+        # The source has gone, or is another one. What was measured when the blocks were coded
+        # is at least as much: other tokens of theirs are in it.
+        return _coding_error(session, start + shift, stop + shift)
+    return largest
+
+
+def _coding_error(session: Session, start: int, stop: int) -> float:
+    largest = 0.0
+    with session._archive._read() as snapshot:
+        record = session._record(snapshot)
+        for layer, kind in record.streams:
+            for piece in pieces(record, layer, kind, start, stop):
+                _, header, _ = session._reader.open(snapshot, piece, layer, kind)
+                largest = max(largest, header.error.max_error)
     return largest
 
 

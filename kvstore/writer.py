@@ -74,6 +74,8 @@ class SessionWriter:
         self._first_chunk = record.n_tokens // CHUNK_TOKENS if record.has_ids else 0
         self._ids: list[Ids] = []
         self._prefix = PrefixKeys(reader.model, reader.where)
+        #: Position from which on the KV is of another context than the session's own tokens.
+        self.foreign_from: int | None = None
         self._is_whole = True
         self._resume(record, reader, snapshot)
 
@@ -142,7 +144,7 @@ class SessionWriter:
         of_streams = _map(lambda stream: list(stream.puts()), streams, n_workers)
         puts = [put for of_stream in of_streams for put in of_stream]
         puts += self._id_puts()
-        new_ids = self._new_ids()
+        new_ids, foreign_from = self._new_ids(), self.foreign_from
         # In key order: a tree that grows at its end fills its pages.
         puts.sort(key=lambda put: put[0])
 
@@ -154,7 +156,7 @@ class SessionWriter:
                 parts=stored.parts,
                 id_parts=stored.id_parts,
                 first=stored.first,
-                n_faithful=stored.n_faithful,
+                n_faithful=stored.n_faithful if stored.n_faithful is not None else foreign_from,
                 pinned=stored.pinned,
                 metadata=stored.metadata,
             )

@@ -9,6 +9,7 @@ from kvcodecs.rope import from_coded
 from kvcodecs.spec import StreamSpec
 
 import kvstore
+from kvstore import relocation
 
 ROPE = kvstore.Rope.from_theta(10_000.0, 16, scaling=1.25)
 MODEL = kvstore.Model.uniform(
@@ -226,4 +227,48 @@ def test_what_is_refused(archive):
     with pytest.raises(NotFound):
         session.append_range(source, 128, 192)
     assert session.n_committed == 64
+    check(archive)
+
+
+def test_a_source_that_is_rolled_back_meanwhile(archive, monkeypatch):
+    source = make(archive, "source", 500)
+    session = make(archive, "session", 100, seed=2)
+    copy = relocation._copy
+
+    def rolls_back(writer, source, start, stop):
+        copy(writer, source, start, stop)
+        with archive.session("source") as other:
+            other.truncate(50)
+            other.append(*tensors(450, 9), token_ids=ids(450, 9))
+            other.commit()
+
+    source.close()
+    monkeypatch.setattr(relocation, "_copy", rolls_back)
+    with pytest.raises(NotFound, match="taken back"):
+        session.append_range(archive.session("source"), 10, 60)
+    monkeypatch.undo()
+    assert session.n_tokens == session.n_committed == 100
+    # It failed, so that prompts go on matching what is appended now.
+    session.append(*tensors(50, 3), token_ids=ids(50, 3))
+    session.commit()
+    prompt = np.concatenate([ids(100, 2), ids(50, 3)])
+    assert archive.match_prefix(prompt, MODEL).n_tokens == 150
+    check(archive)
+
+
+def test_a_source_that_goes_before_the_error_is_measured(archive, monkeypatch):
+    source = make(archive, "source", 500)
+    source.close()
+    session = make(archive, "session", 100, seed=2)
+    measure = relocation._largest_error
+
+    def deletes(*args):
+        archive.delete_session("source")
+        return measure(*args)
+
+    monkeypatch.setattr(relocation, "_largest_error", deletes)
+    done = session.append_range(archive.session("source"), 10, 60)
+    assert done.n_tokens == 50
+    assert 0 < done.max_error < 0.2
+    assert session.n_committed == 150
     check(archive)
