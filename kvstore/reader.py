@@ -190,7 +190,7 @@ class Reader:
         Corrupt
             It does not: the record promises tokens that are not there.
         """
-        first = max(stop - 1, record.streams[layer, kind].start)
+        first = max(stop - 1, record.streams[layer, kind].start, record.first)
         for piece in pieces(record, layer, kind, first, stop):
             where = f"{self.where} {piece.name}"
             if first_value(snapshot, piece, where) is None:
