@@ -101,6 +101,8 @@ class Reader:
     def __init__(self, model: Model, where: str, codings: Codings | None = None) -> None:
         self.model, self.where = model, where
         self._codings = Codings() if codings is None else codings
+        # Those of the archive that this reader has met: found without a lock for every frame.
+        self._owners: dict[int, dict[StreamName, Coding]] = {}
         self._lock = ForkLock()
         self._n_frames = 0
         self._raw: dict[StreamSpec, Coding] = {}
@@ -112,7 +114,12 @@ class Reader:
 
     def coding(self, snapshot: Snapshot, owner: int, layer: int, kind: Kind) -> Coding:
         """Return how the blocks that an owner stores of a stream are decoded."""
-        codings = self._codings.of(self.model, owner)
+        codings = self._owners.get(owner)
+        if codings is None:
+            codings = self._codings.of(self.model, owner)
+            if len(self._owners) >= _MOST_OWNERS:
+                self._owners.clear()
+            self._owners[owner] = codings
         found = codings.get((layer, kind))
         if found is None:
             number, header = self.header(snapshot, owner, layer, kind)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
     from .opened import OpenArchive
 
 Tensor = npt.NDArray[Any]
+
+# Before an output of so much is allocated, the record's promise of tokens is looked at. Smaller
+# ones are allocated right away: the read finds a missing frame before it writes.
+_LARGE_BYTES: Final = 64 << 20
 
 
 class StoredSession:
@@ -135,10 +140,12 @@ class StoredSession:
             )
             _check_k_state(k_state)
             n_threads = check_threads(n_threads)
-            self._reader.check_end(snapshot, record, layer, kind, stop)
             shape = (spec.heads, stop - start, spec.head_dim)
+            out_dtype = self._dtype(dtype) if out is None else out.dtype
+            if math.prod(shape) * out_dtype.itemsize >= _LARGE_BYTES:
+                self._reader.check_end(snapshot, record, layer, kind, stop)
             if out is None:
-                out = np.empty(shape, self._dtype(dtype))
+                out = np.empty(shape, out_dtype)
             elif out.shape != shape or (dtype is not None and out.dtype != float_dtype(dtype)):
                 raise InvalidArgument(
                     f"{self._where} layer {layer} {kind}: out is {out.dtype} {out.shape}, "
@@ -184,6 +191,7 @@ class StoredSession:
         with self._archive._read() as snapshot:
             record = self._record(snapshot)
             out_dtype = self._dtype(dtype)
+            n_tensors = len(KINDS) * len(chosen)
             for kind in KINDS:
                 parts: list[Tensor | None] = []
                 stacked: Tensor | None = None
@@ -195,8 +203,9 @@ class StoredSession:
                     lo, hi = check_range(
                         record, layer, kind, start, stop, self._where, self._n_appended()
                     )
-                    self._reader.check_end(snapshot, record, layer, kind, hi)
                     shape = (spec.heads, hi - lo, spec.head_dim)
+                    if n_tensors * math.prod(shape) * out_dtype.itemsize >= _LARGE_BYTES:
+                        self._reader.check_end(snapshot, record, layer, kind, hi)
                     if stacked is None and self.model.is_uniform(chosen, kind):
                         stacked = np.empty((len(chosen), *shape), out_dtype)
                     part = np.empty(shape, out_dtype) if stacked is None else stacked[i]
