@@ -13,6 +13,7 @@ from kvcodecs.kvr1 import KVR1
 from kvcodecs.spec import Kind, KState
 
 from . import keys
+from .backend import BackendInfo
 from .garbage import collect_garbage, rebuild_index
 from .identity import Model, check_model
 from .info import ArchiveInfo, stored_bytes
@@ -152,6 +153,12 @@ class Archive(OpenArchive):
         wanted = check_metadata(metadata)
         if model is not None:
             check_model(model)
+        if not isinstance(prefix, str):
+            raise InvalidArgument(f"prefix {prefix!r}: expected a string")
+        if pinned is not None and not isinstance(pinned, bool):
+            raise InvalidArgument(f"pinned {pinned!r}: expected True, False or None")
+        if isinstance(min_tokens, bool) or not isinstance(min_tokens, int):
+            raise InvalidArgument(f"min_tokens {min_tokens!r}: expected a number of tokens")
 
         def keep(name: str, record: SessionRecord) -> bool:
             return (
@@ -362,6 +369,10 @@ class Archive(OpenArchive):
         from .verify import verify
 
         return verify(self, decode=decode, progress=progress)
+
+    def sizes(self) -> BackendInfo:
+        """Return what the file has, uses and has free, without a look at any session."""
+        return self._backend.info()
 
     def info(self) -> ArchiveInfo:
         """Return the sizes of the whole archive, and who is reading it."""

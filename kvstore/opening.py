@@ -59,7 +59,7 @@ def open(
     archive = Archive(opened, mode, lock_timeout=seconds, lease_seconds=lease_seconds)
     if quota_bytes is not None:
         try:
-            if quota_bytes != archive.quota_bytes:
+            if not isinstance(quota_bytes, int) or quota_bytes != archive.quota_bytes:
                 archive.set_quota(quota_bytes)
         except BaseException:
             archive.close()

@@ -216,6 +216,8 @@ class Session(StoredSession):
         """
         from .relocation import append_range
 
+        if not isinstance(source, Session):
+            raise InvalidArgument(f"{self._where}: source {source!r}: expected a session")
         return append_range(self, source, start, stop)
 
     def rename(self, name: str, *, replace: bool = False) -> None:
@@ -239,7 +241,9 @@ class Session(StoredSession):
     def pin(self, pinned: bool = True) -> None:
         """Keep eviction from the session, or with False allow it again; durable at once."""
         self._check_open()
-        change_session(self, pinned=bool(pinned))
+        if not isinstance(pinned, bool):
+            raise InvalidArgument(f"{self._where}: pin {pinned!r}: expected True or False")
+        change_session(self, pinned=pinned)
 
     def close(self) -> None:
         """Drop what was not committed and let another appender in; reading goes on working.

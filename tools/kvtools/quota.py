@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 from dataclasses import dataclass
 
 from kvcodecs.errors import Full
 
 import kvstore
-from kvstore.backend import BackendInfo, open_backend
+from kvstore.backend import BackendInfo
 from kvtools.existing import existing_archive
 from kvtools.info import quota_text
 from kvtools.terminal import count_text, show_json, show_pairs, size_text
@@ -60,10 +59,8 @@ def run_quota(args: argparse.Namespace) -> int:
 
 
 def _room(archive: kvstore.Archive) -> _Room:
-    with contextlib.closing(open_backend(archive.path, "r")) as backend:
-        sizes = backend.info()
     n_pinned = len(archive.sessions(pinned=True))
-    return _Room(archive.quota_bytes, sizes, len(archive.names()), n_pinned)
+    return _Room(archive.quota_bytes, archive.sizes(), len(archive.names()), n_pinned)
 
 
 def _show(room: _Room) -> None:
