@@ -57,9 +57,10 @@ def append_range(session: Session, source: Session, start: int, stop: int) -> Ap
     The KV stays what it was in the source's context, so prompts match the session only up to
     where the range begins.
 
-    Blocks are shared from the first token on if, in every stream, both sessions have the same
-    block size, and the range and its new place begin where a block does, after the source's raw
-    head. Whatever is left, to a fraction of the largest block or all, is decoded and coded again.
+    Blocks are shared from the first token on if both sessions have the same codec and, in every
+    stream, the same block size, and the range and its new place begin where a block does, after
+    the source's raw head. Whatever is left, to a fraction of the largest block or all, is decoded
+    and coded again.
 
     Parameters
     ----------
@@ -184,6 +185,9 @@ def _n_alike(here: SessionRecord, there: SessionRecord, start: int, stop: int) -
     at, sizes = here.n_tokens, []
     if at and here.has_ids != there.has_ids:
         return 0  # the append that follows says what is wrong
+    # A block that is cut later goes on with the codec it has: it must be the session's own.
+    if here.codecs != there.codecs:
+        return 0
     for stream, mine in here.streams.items():
         theirs = there.streams[stream]
         head = head_of(there, stream)
@@ -218,7 +222,6 @@ def _with_range(
         here,
         owner=owner,
         n_tokens=stop + shift,
-        codecs=here.codecs if at else there.codecs,
         streams={
             name: StreamState(state.block_tokens, state.start, has_header=True)
             for name, state in here.streams.items()

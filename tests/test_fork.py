@@ -453,6 +453,26 @@ def test_rounds_in_one_block_leave_a_record_of_one_size(memory):
     assert len(owned(archive)) <= 9 * 2
 
 
+@pytest.mark.parametrize("n", [20, 32, 48, 52, 80])
+def test_rollback_into_a_range_from_elsewhere_keeps_the_codec(archive, n):
+    source = make(archive, "q", n=50, codec="kvr1")
+    session = make(archive, n=32, codec="raw")
+    session.append_range(source, 0, 48)
+    whole = session.read_all()
+    session.truncate(n)
+    k, v = add(session, 30, seed=1)
+    assert all(
+        a[:, :, :n].tobytes() == b[:, :, :n].tobytes()
+        for a, b in zip(session.read_all(), whole, strict=True)
+    )
+    assert (session.read_all(n)[0] == k).all()
+    assert (session.read_all(n)[1] == v).all()
+    assert {stream.codec for stream in session.info().streams} == {"raw"}
+    for opened in (source, session):
+        opened.close()
+    assert_no_leftovers(archive)
+
+
 def test_truncate_commits_what_stays(archive):
     session = make(archive, n=20)
     add(session, 10, seed=1, commit=False)
