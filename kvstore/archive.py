@@ -24,7 +24,14 @@ from .opened import OpenArchive
 from .records import FORMAT_VERSION
 from .session import Session, source_of
 from .session_record import SessionRecord
-from .survey import SessionEntry, Survey, list_sessions, session_names, survey
+from .survey import (
+    SessionEntry,
+    Survey,
+    list_sessions,
+    session_filter,
+    session_names,
+    survey,
+)
 from .token_ids import check_ids
 
 if TYPE_CHECKING:
@@ -150,28 +157,7 @@ class Archive(OpenArchive):
         Sessions whose record cannot be read are left out: `damaged` says which and why. `survey`
         looks at the frames as well.
         """
-        wanted = check_metadata(metadata)
-        if model is not None:
-            check_model(model)
-        if not isinstance(prefix, str):
-            raise InvalidArgument(f"prefix {prefix!r}: expected a string")
-        if pinned is not None and not isinstance(pinned, bool):
-            raise InvalidArgument(f"pinned {pinned!r}: expected True, False or None")
-        if isinstance(min_tokens, bool) or not isinstance(min_tokens, int):
-            raise InvalidArgument(f"min_tokens {min_tokens!r}: expected a number of tokens")
-
-        def keep(name: str, record: SessionRecord) -> bool:
-            return (
-                name.startswith(prefix)
-                and record.n_tokens >= min_tokens
-                and pinned in (None, record.pinned)
-                and (model is None or record.model == model.digest)
-                and all(
-                    key in record.metadata and record.metadata[key] == value
-                    for key, value in wanted.items()
-                )
-            )
-
+        keep = session_filter(prefix, model, metadata, pinned, min_tokens)
         with self._read() as snapshot:
             return list_sessions(self, snapshot, keep)
 

@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from kvcodecs.errors import Corrupt, KvError
+from kvcodecs.errors import Corrupt, InvalidArgument, KvError
 
 from . import keys
 from .identity import Model
 from .info import SessionInfo, session_info
+from .metadata import check_metadata
 from .reader import Reader
 from .session_record import SessionRecord
 
@@ -86,6 +87,42 @@ def survey(archive: OpenArchive, snapshot: Snapshot) -> Survey:
         except KvError as error:
             found.damaged[name] = error
     return found
+
+
+def session_filter(
+    prefix: object, model: object, metadata: Mapping[str, Any] | None, pinned: object, n: object
+) -> Callable[[str, SessionRecord], bool]:
+    """Return what says whether a session meets the conditions of `Archive.sessions`.
+
+    Raises
+    ------
+    InvalidArgument
+        A condition that is none.
+    """
+    wanted = check_metadata(metadata)
+    if not isinstance(prefix, str):
+        raise InvalidArgument(f"prefix {prefix!r}: expected a string")
+    if pinned is not None and not isinstance(pinned, bool):
+        raise InvalidArgument(f"pinned {pinned!r}: expected True, False or None")
+    if isinstance(n, bool) or not isinstance(n, int):
+        raise InvalidArgument(f"min_tokens {n!r}: expected a number of tokens")
+    if model is not None and not isinstance(model, Model):
+        raise InvalidArgument(f"model {model!r}: expected a kvstore.Model")
+    digest = None if model is None else model.digest
+
+    def keep(name: str, record: SessionRecord) -> bool:
+        return (
+            name.startswith(prefix)
+            and record.n_tokens >= n
+            and pinned in (None, record.pinned)
+            and digest in (None, record.model)
+            and all(
+                key in record.metadata and record.metadata[key] == value
+                for key, value in wanted.items()
+            )
+        )
+
+    return keep
 
 
 def list_sessions(
