@@ -409,6 +409,25 @@ def test_a_folder_taken_for_abandoned_is_made_again(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == []
 
 
+def test_a_signal_while_a_folder_is_made_leaves_nothing(tmp_path, monkeypatch):
+    create = temporary._create
+
+    def interrupted(target):
+        made = create(target)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return made
+
+    def work():
+        with signals.ending_signals(), temporary.folder_for(tmp_path / "t"):
+            raise AssertionError("not to be reached")
+
+    monkeypatch.setattr(temporary, "_create", interrupted)
+    with pytest.raises(SystemExit) as stop:
+        work()
+    assert stop.value.code == 128 + signal.SIGTERM
+    assert os.listdir(tmp_path) == []
+
+
 def test_signals_do_not_disturb_the_clearing_up():
     cleared = []
 

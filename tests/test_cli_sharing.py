@@ -168,7 +168,9 @@ def test_fork_shares_and_is_no_copy(run, archive):
     }
     assert succeeds(run("fork", archive, "chat", "quiet", "--quiet")) == ""
     fails(run("fork", archive, "chat", "fork"), "exists already; --replace replaces it")
-    fails(run("fork", archive, "chat", "chat"), "another name; kvstore trim --to rolls back")
+    fails(
+        run("fork", archive, "chat", "chat"), "another name; kvstore trim --to rolls this one back"
+    )
     fails(run("fork", archive, "nope", "new"), "'nope'")
     fails(run("fork", archive, "chat", ""), "session name ''")
     result = run("fork", archive, "chat", "new", "--at", "301")
@@ -367,7 +369,7 @@ def test_a_quota_that_pinned_sessions_exceed(run, tmp_path):
     names = "abcdefghijklmnopqrst"
     fill(path, names)
     succeeds(run("pin", path, *names, "--quiet"))
-    fails(run("quota", path, "5"), "at least 1048576 bytes, or none")
+    fails(run("quota", path, "5"), "at least 1048576, or none")
     assert as_json(run, "quota", path)["quota_bytes"] is None
     result = run("quota", path, "1MiB")
     fails(result, "used up", "make room with kvstore pin --off, kvstore rm or a larger kvstore")

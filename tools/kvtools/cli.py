@@ -35,10 +35,10 @@ ADVICE = {
     "ask for float32": "use --dtype float32",
     "open it with archive.session(...), or delete_session(...) it first": "--replace replaces it",
     "replace=True replaces it": "--replace replaces it",
-    "truncate rolls back": "kvstore trim --to rolls back",
+    "to go on in this session, truncate it": "kvstore trim --to rolls this one back",
     "; commit first what was appended": "",
     "open it with mode='a' once, or run kvstore reindex": "kvstore reindex makes it",
-    "bytes, or None": "bytes, or none",
+    ", or None": ", or none",
     "unpin or delete sessions, close appenders, or raise the quota": "make room with kvstore pin "
     "--off, kvstore rm or a larger kvstore quota, or end what is appending to sessions",
 }

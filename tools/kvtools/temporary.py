@@ -29,13 +29,16 @@ def folder_for(target: Path) -> Iterator[Path]:
         The folder cannot be made.
     """
     _remove_abandoned(target)
-    folder, lock = _create(target)
+    made: tuple[Path, int] | None = None
     try:
-        yield folder
+        with undisturbed():  # a signal that comes meanwhile is heard once the folder is known
+            made = _create(target)
+        yield made[0]
     finally:
-        with undisturbed():
-            shutil.rmtree(folder, ignore_errors=True)
-            os.close(lock)
+        if made is not None:
+            with undisturbed():
+                shutil.rmtree(made[0], ignore_errors=True)
+                os.close(made[1])
 
 
 def _create(target: Path) -> tuple[Path, int]:
