@@ -32,7 +32,9 @@ def fork_session(
     archive, catalog = parent._archive, parent._archive._catalog
     keys.check_name(name)
     if name == parent.name:
-        raise InvalidArgument(f"{parent._where}: a fork needs another name; truncate rolls back")
+        raise InvalidArgument(
+            f"{parent._where}: a fork needs another name; to go on in this session, truncate it"
+        )
     given = None if metadata is None else check_metadata(metadata)
     session = archive.new_owner()
 
@@ -103,7 +105,7 @@ def rename_session(session: Session, name: str, replace: bool) -> None:
         if all(opened._writer is None for opened in own):
             stack.callback(archive.take_lease(session._id, old_name).release)
         replaces = stack.enter_context(archive._replaced(name, replace))
-        archive._room.write(work, keep=(session._id,))
+        archive._room.write(work, frees=True)
         for opened in own:
             opened._renamed(name)
 
@@ -117,4 +119,5 @@ def change_session(session: Session, **changes: Any) -> None:
         new = replace_fields(record, **changes)
         put_record(transaction, archive._catalog, session.name, record, new)
 
-    archive._room.write(work, keep=(session._id,))
+    # Small, and perhaps what makes room: never refused for the quota.
+    archive._room.write(work, frees=True)

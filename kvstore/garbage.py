@@ -81,7 +81,7 @@ def collect_garbage(archive: OpenArchive) -> int:
             n_bytes += _sweep_lists(transaction, alive)
         return n_bytes
 
-    return archive._room.write(work)
+    return archive._room.write(work, frees=True)
 
 
 def rebuild_index(archive: OpenArchive) -> tuple[int, list[KvError]]:
@@ -111,7 +111,7 @@ def rebuild_index(archive: OpenArchive) -> tuple[int, list[KvError]]:
             transaction.put(keys.ARCHIVE, pack_archive(check_archive(about, archive.path)))
         return sum(key[:1] == keys.PREFIX for key in wanted), errors
 
-    return archive._room.write(work)
+    return archive._room.write(work, frees=True)
 
 
 def _is_known(

@@ -120,7 +120,7 @@ class LayerSpec:
         return self.head_dim_k if kind == "k" else self.head_dim_v
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Model:
     """Identity of the KV in a session.
 
@@ -239,6 +239,11 @@ class Model:
             tokenizer=tokenizer,
             adapter=adapter,
         )
+
+    def __repr__(self) -> str:
+        said = [f"{text}={value!r}" for text in _TEXTS if (value := getattr(self, text))]
+        shard = [f"shard={self.shard}"] if self.shard else []
+        return f"<Model {', '.join([*said, *shard])}, {self.n_layers} layers>"
 
     @property
     def n_layers(self) -> int:

@@ -28,12 +28,13 @@ class Match:
     Attributes
     ----------
     session
-        Holds the prefix; None if nothing matches. Reads raise `NotFound` should the session be
+        Holds the prefix, any one of those that share most; None if nothing matches. Reads and
+        forks raise `NotFound` should the session be
         deleted, evicted or rolled back before it is read: a miss, never another prompt's KV.
     n_tokens
         Length of the common prefix, in tokens.
     n_sealed
-        How many of them are in sealed blocks of every layer.
+        How many of them are in sealed blocks of every layer: full ones, which nobody rewrites.
     """
 
     session: Session | None

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from .archive import Archive
 from .backend import SNAPSHOT_SECONDS, Mode, check_timeout, compact_backend, open_backend
+from .room import check_quota
 
 
 def open(
@@ -53,13 +54,14 @@ def open(
         A mode, backend or place that cannot be used.
     """
     seconds = check_timeout(lock_timeout)
+    check_quota(quota_bytes)
     opened = open_backend(
         path, mode, kind=backend, map_size=map_size, snapshot_seconds=snapshot_seconds
     )
     archive = Archive(opened, mode, lock_timeout=seconds, lease_seconds=lease_seconds)
     if quota_bytes is not None:
         try:
-            if not isinstance(quota_bytes, int) or quota_bytes != archive.quota_bytes:
+            if quota_bytes != archive.quota_bytes:
                 archive.set_quota(quota_bytes)
         except BaseException:
             archive.close()

@@ -165,8 +165,7 @@ class Room:
         Full
             What may not be evicted needs more. The quota holds nevertheless.
         """
-        if quota is not None and not (type(quota) is int and MIN_QUOTA <= quota < 1 << 62):
-            raise InvalidArgument(f"quota_bytes {quota!r}: at least {MIN_QUOTA} bytes, or None")
+        check_quota(quota)
 
         def work(transaction: Transaction) -> None:
             value = transaction.get(keys.ARCHIVE)
@@ -255,6 +254,14 @@ class Room:
             f"{self._backend.path}: the quota of {quota} bytes is used up: {why}; unpin or delete "
             "sessions, close appenders, or raise the quota",
             is_limit=True,
+        )
+
+
+def check_quota(quota: object) -> None:
+    """Raise `InvalidArgument` unless it is a number of bytes that a quota can be, or None."""
+    if quota is not None and not (type(quota) is int and MIN_QUOTA <= quota < 1 << 62):
+        raise InvalidArgument(
+            f"quota_bytes {quota!r}: expected an integer, at least {MIN_QUOTA}, or None"
         )
 
 

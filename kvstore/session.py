@@ -142,8 +142,8 @@ class Session(StoredSession):
         name
             Of the new session.
         at
-            Committed tokens to share; None for all. A block that is cut is coded again when the
-            fork first commits tokens of its own.
+            Committed tokens to share; None for all. A block that is cut is coded again with the
+            fork's first append; its values stay what they are.
         metadata
             A JSON object for the fork; None copies this session's.
         replace
@@ -157,14 +157,13 @@ class Session(StoredSession):
         Locked, Full
             See `commit`.
         """
-        self._check_open()
         return fork_session(self, name, at, metadata, replace)
 
     def truncate(self, n_tokens: int) -> None:
         """Take back the tokens from `n_tokens` on, durably; the next append goes there.
 
-        For an answer that is generated anew, or a speculation that is rejected. Appended tokens
-        that stay and are not committed yet are committed.
+        For an answer that is generated anew, or a speculation that is rejected. Costs about as
+        much as a commit or two. Appended tokens that stay and are not committed yet are committed.
 
         Raises
         ------
@@ -194,8 +193,9 @@ class Session(StoredSession):
     def trim_front(self, n_tokens: int) -> None:
         """Drop the first `n_tokens` committed tokens, for sliding windows; durable at once.
 
-        Positions stay what they are; reads before `n_tokens` raise. Blocks that lie wholly before
-        it are deleted. A session that was trimmed matches no prompt any more.
+        Positions stay what they are; reads before `n_tokens` raise. Space comes back in whole
+        blocks, those that lie before it: for a short window choose `block_tokens` small when the
+        session is created. A session that was trimmed matches no prompt any more.
 
         Raises
         ------
@@ -204,7 +204,6 @@ class Session(StoredSession):
         Locked, Full
             See `commit`.
         """
-        self._check_open()
         trim_session(self, n_tokens)
 
     def append_range(self, source: Session, start: int, stop: int) -> AppendedRange:
@@ -223,24 +222,23 @@ class Session(StoredSession):
     def rename(self, name: str, *, replace: bool = False) -> None:
         """Give the session another name; with `replace` also one that is taken.
 
+        Session objects of this archive object follow; elsewhere the old name is not found.
+
         Raises
         ------
         InvalidArgument
             The name is taken or not a name.
         Locked
-            Another session object is appending, or see `commit`.
+            Somebody else than session objects of this archive object is appending, or see `commit`.
         """
-        self._check_open()
         rename_session(self, name, replace)
 
     def set_metadata(self, metadata: Mapping[str, Any]) -> None:
         """Replace the JSON object that is stored with the session; durable at once."""
-        self._check_open()
         change_session(self, metadata=check_metadata(metadata))
 
     def pin(self, pinned: bool = True) -> None:
         """Keep eviction from the session, or with False allow it again; durable at once."""
-        self._check_open()
         if not isinstance(pinned, bool):
             raise InvalidArgument(f"{self._where}: pin {pinned!r}: expected True or False")
         change_session(self, pinned=pinned)
@@ -279,7 +277,7 @@ class Session(StoredSession):
 
     def _check_open(self) -> None:
         if self._closed:
-            raise Closed(f"{self._where}: closed; open the session again to append")
+            raise Closed(f"{self._where}: closed, or deleted; open the session again to append")
         if self._process != os.getpid():
             raise Closed(f"{self._where}: opened before a fork; open it again in this process")
 

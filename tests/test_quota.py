@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import zlib
 
 import numpy as np
@@ -176,6 +177,7 @@ def test_an_old_snapshot_is_named_when_it_keeps_the_room(tmp_path):
 
 READS = """
 import sys
+import threading
 import kvstore
 with kvstore.open(sys.argv[1]) as archive:
     archive.session("s0").read(0, "k", 0, 5)
@@ -239,3 +241,48 @@ def test_readers_set_no_quota(place):
         pytest.raises(InvalidArgument, match="mode='r'"),
     ):
         kvstore.open(place, quota_bytes=QUOTA)
+
+
+def test_a_quota_that_pins_keep_from_being_met_is_undone_by_unpinning(place):
+    with kvstore.open(place, "a") as archive:
+        for i in range(12):
+            add(archive, f"s{i}")
+            archive.session(f"s{i}").pin()
+        with pytest.raises(Full, match="quota"):
+            archive.set_quota(1 << 20)
+        assert archive.quota_bytes == 1 << 20
+        with pytest.raises(Full, match="quota"):
+            add(archive, "more")
+        for name in archive.names():
+            session = archive.session(name)
+            session.set_metadata({"kept": False})
+            session.pin(False)
+        archive.session("s11").rename("last")
+        archive.set_quota(1 << 20)
+        assert used(archive) <= 1 << 20
+        report = archive.verify()
+        assert report.ok
+        assert "s0" not in archive
+
+
+def test_a_new_quota_gets_its_turn_among_reads_that_overlap(tmp_path):
+    place = str(tmp_path / "a.kv")
+    with kvstore.open(place, "a") as archive:
+        add(archive, "s")
+        session, stop = archive.session("s"), threading.Event()
+
+        def reads():
+            while not stop.is_set():
+                session.read_all(n_threads=1)
+
+        readers = [threading.Thread(target=reads) for _ in range(3)]
+        for reader in readers:
+            reader.start()
+        try:
+            archive.set_quota(QUOTA)
+            add(archive, "t")
+        finally:
+            stop.set()
+            for reader in readers:
+                reader.join()
+        assert archive.quota_bytes == QUOTA

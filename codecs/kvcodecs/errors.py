@@ -6,6 +6,8 @@ is wrong, where (archive, session, layer, kind, block), and what to do about it.
 
 from __future__ import annotations
 
+from functools import partial
+
 
 class KvError(Exception):
     """Base of all errors that this project raises on purpose."""
@@ -44,6 +46,11 @@ class IdentityMismatch(KvError):
         self.expected = expected
         self.found = found
 
+    def __reduce__(self) -> tuple[object, ...]:
+        # Exceptions are made anew from their positional arguments, as in another process.
+        made = partial(IdentityMismatch, field=self.field, expected=self.expected, found=self.found)
+        return made, self.args
+
 
 class NotFound(KvError):
     """No such archive, session, layer, kind or block."""
@@ -66,6 +73,9 @@ class Full(KvError):
     def __init__(self, message: str, *, is_limit: bool = False) -> None:
         super().__init__(message)
         self.is_limit = is_limit
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return partial(Full, is_limit=self.is_limit), self.args
 
 
 class Closed(KvError):

@@ -29,6 +29,8 @@ from ._open_lock import OpenLock, share
 from ._opening import can_map, open_environment
 
 _RESIZE_TIMEOUT: Final = 10.0
+# How long a new transaction lets go first who waits for that.
+_YIELD_SECONDS: Final = 0.5
 # How long opening waits for a compaction to end, and how often it looks.
 _COMPACTION_TIMEOUT: Final = 5.0
 _COMPACTION_PAUSE: Final = 0.02
@@ -67,7 +69,7 @@ class Environment:
         # Reentrant: the garbage collector may end an abandoned transaction, or give an archive
         # back, in the middle of `enter` or `leave` of the same thread.
         self._gate = threading.Condition(threading.RLock())
-        self._n_active = 0
+        self._n_active = self._n_waiting = 0
         self._closed = False
         self._short_but_sound = (0, 0)
         # What the map would be without a limit, and whether a caller wanted it no larger.
@@ -87,6 +89,9 @@ class Environment:
         """
         self.check_process()
         with self._gate:
+            # Reads that overlap would never leave a moment for who waits. But not for long: this
+            # thread may have another transaction open, which is what that one waits for.
+            self._gate.wait_for(lambda: not self._n_waiting, timeout=_YIELD_SECONDS)
             if self._closed:
                 raise Closed(f"{self.path}: the archive is closed")
             self._n_active += 1
@@ -176,7 +181,13 @@ class Environment:
         """Hold off new transactions; waits until there are none."""
         self.check_process()
         with self._gate:
-            if not self._gate.wait_for(lambda: self._n_active == 0, timeout=_RESIZE_TIMEOUT):
+            self._n_waiting += 1
+            try:
+                idle = self._gate.wait_for(lambda: self._n_active == 0, timeout=_RESIZE_TIMEOUT)
+            finally:
+                self._n_waiting -= 1
+                self._gate.notify_all()
+            if not idle:
                 raise Locked(
                     f"{self.path}: {why}, and transactions of this process did not end within "
                     f"{_RESIZE_TIMEOUT:.0f} s; try again"

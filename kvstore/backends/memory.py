@@ -13,6 +13,7 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
+from typing import Final
 
 from kvcodecs.errors import Closed, Full, InvalidArgument, Locked, NotFound
 
@@ -28,6 +29,9 @@ from ..backend import (
 from ..forklock import ForkLock
 from ..lease import locked, lost
 from ._checks import check_limit, expired
+
+# As the other backends have, so that an archive beyond its limit can be emptied.
+_ROOM_TO_REMOVE: Final = 1 << 16
 
 
 class _Version:
@@ -47,6 +51,8 @@ class _Store:
     def __init__(self) -> None:
         self.version = _Version({}, 0)
         self.limit: int | None = None
+        #: What the limit lets keys and values have: some more if they had more when it was set.
+        self.cap = 0
         #: Version and start of each snapshot that is open.
         self.snapshots: dict[int, tuple[int, float]] = {}
         self.writer = threading.Lock()
@@ -295,13 +301,17 @@ class MemoryBackend:
 
     def set_limit(self, n_bytes: int | None) -> None:
         self._check_open()
-        self._store.limit = check_limit(n_bytes)
+        limit = check_limit(n_bytes)
+        if limit is not None and limit != self._store.limit:
+            used = _n_bytes(self._store.version.items)
+            self._store.cap = limit if used <= limit else used + max(used >> 7, _ROOM_TO_REMOVE)
+        self._store.limit = limit
 
     def _cap(self) -> tuple[int | None, str]:
         limit = self._store.limit
         if limit is None or (self._map_size is not None and self._map_size < limit):
             return self._map_size, "map_size"
-        return limit, "the limit"
+        return self._store.cap, "the limit"
 
     def readers(self) -> list[ReaderInfo]:
         self._check_open()
