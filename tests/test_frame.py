@@ -19,6 +19,7 @@ from kvcodecs.frame import (
     crc32c,
     header_tag,
     open_frame,
+    open_frames,
     open_record,
     pack_frame,
     seal_record,
@@ -112,6 +113,37 @@ def test_layout_pinned():
         crc32c(data[:72], PAYLOAD),
     )  # fmt: skip
     assert crc32c(b"1234", b"", b"56789") == 0xE3069283  # the check value of CRC-32C
+
+
+@pytest.mark.parametrize("n_threads", [1, 3])
+def test_many_frames_open_like_each(n_threads):
+    frames = [
+        pack_frame(**{**FIELDS, "layer": i}, payload=bytes([i]) * (i * i * 400)) for i in range(40)
+    ]
+    wheres = [f"block {i}" for i in range(40)]
+    for header, payload in open_frames(frames, wheres, n_threads):
+        alone, body = open_frame(frames[header.layer])
+        assert (header, payload) == (alone, body)
+    assert open_frames([], [], n_threads) == []
+
+
+@pytest.mark.parametrize("n_threads", [1, 3])
+def test_of_many_frames_the_first_damaged_one_is_named(n_threads):
+    good = pack_frame(**FIELDS, payload=PAYLOAD)
+    newer = bytearray(good)
+    newer[4] = 2
+    flipped = bytearray(good)
+    flipped[80] ^= 1
+    impossible = bytearray(good)
+    impossible[6] = 2
+    impossible[72:76] = crc32c(impossible[:72], impossible[76:]).to_bytes(4, "little")
+    bad = [good[:75], good[:80], good + b"0", b"", b"x" * 100, newer, flipped, impossible]
+    for i, first in enumerate(bad):
+        with pytest.raises(KvError) as alone:
+            open_frame(first, "block 1")
+        rest = bad[i:] + bad[:i]
+        with pytest.raises(type(alone.value), match=f"^{re.escape(str(alone.value))}$"):
+            open_frames([good, *rest], [f"block {n}" for n in range(len(bad) + 1)], n_threads)
 
 
 def test_unknown_error_is_the_default():
