@@ -6,22 +6,23 @@ the range alone: frames are found by key, never by searching. FORMAT.md sections
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from kvcodecs.codec import BlockCodec, codec_by_number
-from kvcodecs.errors import Corrupt, InvalidArgument, Truncated
+from kvcodecs.errors import Corrupt, InvalidArgument, Truncated, Unsupported
 from kvcodecs.frame import (
     ErrorStats,
     FrameHeader,
     header_tag,
     open_frame,
+    open_frames,
     open_record,
 )
-from kvcodecs.plan import Plan
+from kvcodecs.plan import Plan, available_cpus
 from kvcodecs.raw import Raw
 from kvcodecs.rope import Rope, RopeTable, to_coded
 from kvcodecs.spec import F32, Kind, KState, StreamSpec
@@ -159,6 +160,18 @@ class Reader:
             header, payload = open_frame(value, where)
         except (Corrupt, Truncated) as error:
             raise type(error)(f"{error}; restore a copy of the archive, or do without") from error
+        return self._check_place(snapshot, piece, layer, kind, header, where), header, payload
+
+    def _check_place(
+        self,
+        snapshot: Snapshot,
+        piece: Piece,
+        layer: int,
+        kind: Kind,
+        header: FrameHeader,
+        where: str,
+    ) -> Coding:
+        """Check that a frame is the one that belongs here; return how it is decoded."""
         coding = self._coding_of(snapshot, piece, layer, kind)
         n_tokens = piece.n_tokens if piece.exact else max(piece.n_tokens, header.n_tokens)
         is_right = (
@@ -171,7 +184,7 @@ class Reader:
             and header.header_tag == coding.tag
         )
         if is_right:
-            return coding, header, payload
+            return coding
         for what, found, expected in (
             ("owner", header.owner, piece.owner),
             ("layer", header.layer, layer),
@@ -185,7 +198,51 @@ class Reader:
                 raise Corrupt(
                     f"{where}: another frame is stored here: {what} {found}, expected {expected}"
                 )
-        return coding, header, payload
+        return coding
+
+    def _open_all(
+        self,
+        snapshot: Snapshot,
+        todo: Sequence[tuple[Request, Piece]],
+        k_state: KState,
+        n_threads: int,
+    ) -> Iterator[list[_Work]]:
+        """Yield frames checked as `open` does, about `_BATCH_BYTES` at a time."""
+        start = stop = 0
+        while stop < len(todo):
+            frames: list[memoryview] = []
+            wheres: list[str] = []
+            works: list[_Work] = []
+            n_bytes = 0
+            try:
+                while stop < len(todo) and n_bytes < _BATCH_BYTES:
+                    piece = todo[stop][1]
+                    stop += 1
+                    where = f"{self.where} {piece.name}"
+                    value = first_value(snapshot, piece, where)
+                    if value is None:
+                        raise _missing(where)
+                    frames.append(value)
+                    wheres.append(where)
+                    n_bytes += value.nbytes
+                opened = open_frames(frames, wheres, n_threads)
+                for i, (header, payload) in enumerate(opened, start):
+                    request, piece = todo[i]
+                    where = wheres[i - start]
+                    coding = self._check_place(
+                        snapshot, piece, request.layer, request.kind, header, where
+                    )
+                    rope = coding.params.spec.rope if k_state == "post" else None
+                    works.append(
+                        _Work(request, piece, coding, header.n_tokens, payload, rope, where)
+                    )
+            except (Corrupt, Truncated, Unsupported):
+                # What is wrong with the first frame in order, whichever check found something.
+                for request, piece in todo[start:stop]:
+                    self.open(snapshot, piece, request.layer, request.kind)
+                raise
+            yield works
+            start = stop
 
     def check_end(
         self, snapshot: Snapshot, record: SessionRecord, layer: int, kind: Kind, stop: int
@@ -230,32 +287,34 @@ class Reader:
             for piece in pieces(record, request.layer, request.kind, request.start, request.stop)
         ]
         batches: list[list[_Work]] = [[]]
-        n_batch = 0
+        n_batch = n_checked = 0
+        many = False  # a short range is read once and stays mapped
         passing = Passing(snapshot)
-        for request, piece in todo:
-            coding, header, payload = self.open(snapshot, piece, request.layer, request.kind)
-            passing.add(payload)
-            n_bytes = payload.nbytes
-            rope = coding.params.spec.rope if k_state == "post" else None
-            if rope is not None:
-                n_bytes += 2 * 4 * rope.n_pairs * (piece.stop - piece.start)
-            if n_batch and n_batch + n_bytes > _BATCH_BYTES:
-                batches.append([])
-                n_batch = 0
-            batches[-1].append(_Work(request, piece, coding, header.n_tokens, payload, rope))
-            n_batch += n_bytes
-        many = len(batches) > 1  # a short range is read once and stays mapped
-        if many:
+        for works in self._open_all(snapshot, todo, k_state, n_threads or available_cpus()):
+            n_checked += len(works)
+            many = many or n_checked < len(todo)
+            for work in works:
+                n_bytes = work.payload.nbytes
+                if work.rope is not None:
+                    n_bytes += 2 * 4 * work.rope.n_pairs * (work.piece.stop - work.piece.start)
+                if n_batch and n_batch + n_bytes > _BATCH_BYTES:
+                    batches.append([])
+                    n_batch = 0
+                batches[-1].append(work)
+                n_batch += n_bytes
+                if many:
+                    passing.add(work.payload)
             passing.release()
+        many = many or len(batches) > 1
         tables = _Tables()
         for batch in batches:
             plan = Plan()
             for work in batch:
                 self._schedule(plan, work, tables, position_offset)
-                if many:
-                    passing.add(work.payload)
             plan.run(n_threads)
             if many:
+                for work in batch:
+                    passing.add(work.payload)
                 passing.release()
         with self._lock:
             self._n_frames += len(todo)
@@ -281,7 +340,9 @@ class Reader:
         out = np.empty((spec.heads, n_tokens, spec.head_dim), np.float32)
         request = Request(layer, kind, whole.start, whole.stop, out)
         plan = Plan()
-        self._schedule(plan, _Work(request, whole, coding, n_tokens, payload, None), _Tables(), 0)
+        where = f"{self.where} {piece.name}"
+        work = _Work(request, whole, coding, n_tokens, payload, None, where)
+        self._schedule(plan, work, _Tables(), 0)
         plan.run(1)
         dtype = "float32"
         if piece.raw:
@@ -293,7 +354,6 @@ class Reader:
 
     def _schedule(self, plan: Plan, work: _Work, tables: _Tables, position_offset: int) -> None:
         piece = work.piece
-        where = f"{self.where} {piece.name}"
         # The codec counts tokens as they were when the frame was written.
         start, stop = piece.start - piece.offset, piece.stop - piece.offset
         table = None
@@ -301,7 +361,7 @@ class Reader:
             shift = piece.offset + position_offset
             table = tables.get(work.rope, start + shift, stop + shift)._replace(first_token=start)
         lo, hi = piece.start - work.request.start, piece.stop - work.request.start
-        with located(where):
+        with located(work.where):
             plan.add(
                 work.coding.codec,
                 work.coding.params,
@@ -312,7 +372,7 @@ class Reader:
                 stop=stop,
                 out=work.request.out[:, lo:hi],
                 rope=table,
-                where=where,
+                where=work.where,
             )
 
     def _coding_of(self, snapshot: Snapshot, piece: Piece, layer: int, kind: Kind) -> Coding:
@@ -325,8 +385,7 @@ class Reader:
         return self._raw[spec]
 
 
-@dataclass(frozen=True, slots=True)
-class _Work:
+class _Work(NamedTuple):
     """One frame to decode, checked: what of it goes where."""
 
     request: Request
@@ -335,6 +394,7 @@ class _Work:
     n_tokens: int
     payload: memoryview
     rope: Rope | None
+    where: str
 
 
 def first_value(snapshot: Snapshot, piece: Piece, where: str = "") -> memoryview | None:
@@ -345,6 +405,8 @@ def first_value(snapshot: Snapshot, piece: Piece, where: str = "") -> memoryview
     Truncated, Corrupt
         The frame is in one of two places, and what is in the first is damaged.
     """
+    if len(piece.keys) == 1:
+        return snapshot.get(piece.keys[0])
     *others, last = piece.keys
     for key in others:
         value = snapshot.get(key)
