@@ -145,7 +145,7 @@ def ingest(
             n_done += writer.spec.n_values(n)
             advance(writer.spec.n_values(n))
         for chunk, at in enumerate(range(0, len(ids), CHUNK_TOKENS)):
-            packed = pack_ids(ids[at : at + CHUNK_TOKENS])
+            packed = pack_ids(ids[at : at + CHUNK_TOKENS], owner, chunk)
             sink.add([(keys.tokens_key(owner, chunk), packed)])
         record = replace(record, streams=states)
         archive._publish(name, record, model, sink.take(), ids, replace=replacing)

@@ -120,7 +120,9 @@ def cut(
             f"{where}: cut at {at}: layers begin at token {least}, after a trim or by their window"
         )
     parts = parts_until(record, at)
-    values = _headers(snapshot, record, owner) if at == 0 else {}
+    # What comes next is coded as this session codes, not as the one that a range was taken from.
+    begins_foreign = record.n_faithful is not None and at > record.n_faithful
+    values = _headers(snapshot, record, owner) if at == 0 or begins_foreign else {}
     streams = {
         name: StreamState(state.block_tokens, state.start if at else 0, has_header=bool(values))
         for name, state in record.streams.items()

@@ -273,8 +273,9 @@ def _ids(
     taken = read_ids(snapshot, there, start, start + n - at, where)
     ids = taken if before is None else np.concatenate([before, taken])
     for lo in range(0, len(ids), CHUNK_TOKENS):
-        key = keys.tokens_key(new.owner, (first + lo) // CHUNK_TOKENS)
-        yield key, pack_ids(ids[lo : lo + CHUNK_TOKENS])
+        chunk = (first + lo) // CHUNK_TOKENS
+        packed = pack_ids(ids[lo : lo + CHUNK_TOKENS], new.owner, chunk)
+        yield keys.tokens_key(new.owner, chunk), packed
 
 
 def _copy(writer: SessionWriter, source: Session, start: int, stop: int) -> None:

@@ -18,10 +18,13 @@ from .spans import id_spans
 
 Ids: TypeAlias = npt.NDArray[np.int64]
 
-TOKENS_MAGIC: Final = b"KVT1"
+TOKENS_MAGIC: Final = b"KVT2"
+#: Of archive format 1: such a chunk does not say whose it is.
+_OLD_MAGIC: Final = b"KVT1"
 #: Token ids per stored chunk.
 CHUNK_TOKENS: Final = 4096
-_CHUNK_HEAD: Final = struct.Struct("<BBHI")
+_CHUNK_HEAD: Final = struct.Struct("<BBHIq")
+_PLACE: Final = struct.Struct("<QQ")
 _WIDTHS: Final = (1, 2, 4, 8)
 
 
@@ -45,7 +48,7 @@ def check_ids(token_ids: object, n_tokens: int | None = None) -> Ids:
     return ids.astype(np.int64)
 
 
-def pack_ids(ids: Ids) -> bytes:
+def pack_ids(ids: Ids, owner: int, chunk: int) -> bytes:
     """Return one chunk of token ids: offset from the least, byte planes, deflated if smaller.
 
     FORMAT.md section 3.4.
@@ -57,19 +60,32 @@ def pack_ids(ids: Ids) -> bytes:
     planes = offsets.view(np.uint8).reshape(len(ids), width).T.tobytes()
     deflated = zlib.compress(planes, 9)
     packed = len(deflated) < len(planes)
-    head = _CHUNK_HEAD.pack(width, int(packed), 0, len(ids)) + struct.pack("<q", low)
+    head = _CHUNK_HEAD.pack(width, int(packed), 0, len(ids), low) + _PLACE.pack(owner, chunk)
     return seal_record(TOKENS_MAGIC, head + (deflated if packed else planes))
 
 
-def unpack_ids(value: memoryview | bytes, n_expected: int, where: str) -> Ids:
-    """Return the first `n_expected` token ids of a chunk; a copy."""
-    body = open_record(TOKENS_MAGIC, value, where)
+def unpack_ids(
+    value: memoryview | bytes, owner: int, chunk: int, n_expected: int, where: str
+) -> Ids:
+    """Return the first `n_expected` token ids of a chunk; a copy.
+
+    Raises
+    ------
+    Truncated, Corrupt
+        Damaged, or the chunk of another place.
+    """
+    is_old = bytes(value[:4]) == _OLD_MAGIC
+    body = open_record(_OLD_MAGIC if is_old else TOKENS_MAGIC, value, where)
     try:
-        width, packed, reserved, n_tokens = _CHUNK_HEAD.unpack_from(body)
-        (low,) = struct.unpack_from("<q", body, _CHUNK_HEAD.size)
+        width, packed, reserved, n_tokens, low = _CHUNK_HEAD.unpack_from(body)
+        at = _CHUNK_HEAD.size
+        if not is_old:
+            if _PLACE.unpack_from(body, at) != (owner, chunk):
+                raise Corrupt(f"{where}: the token ids of another place are stored here")
+            at += _PLACE.size
         if width not in _WIDTHS or packed > 1 or reserved or n_tokens > CHUNK_TOKENS:
             raise Corrupt(f"{where}: token ids: width {width}, {n_tokens} tokens")
-        planes: bytes | memoryview = body[_CHUNK_HEAD.size + 8 :]
+        planes: bytes | memoryview = body[at:]
         if packed:
             inflate = zlib.decompressobj()
             planes = inflate.decompress(planes, CHUNK_TOKENS * 8 + 1)
@@ -105,7 +121,7 @@ def read_id_chunk(snapshot: Snapshot, record: SessionRecord, chunk: int, where: 
     spans = id_spans(record, CHUNK_TOKENS)
     owner = next((owner for owner, first, stop in spans if first <= chunk < stop), None)
     value = None if owner is None else snapshot.get(keys.tokens_key(owner, chunk))
-    if value is None:
+    if owner is None or value is None:
         raise Corrupt(f"{where}: missing")
     n_expected = min(CHUNK_TOKENS, record.n_tokens - chunk * CHUNK_TOKENS)
-    return unpack_ids(value, n_expected, where)
+    return unpack_ids(value, owner, chunk, n_expected, where)

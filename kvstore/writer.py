@@ -379,7 +379,8 @@ class SessionWriter:
         ids = np.concatenate(self._ids) if self._ids else np.empty(0, np.int64)
         for i, at in enumerate(range(0, len(ids), CHUNK_TOKENS)):
             key = keys.tokens_key(self.record.owner, self._first_chunk + i)
-            yield key, pack_ids(ids[at : at + CHUNK_TOKENS])
+            chunk = self._first_chunk + i
+            yield key, pack_ids(ids[at : at + CHUNK_TOKENS], self.record.owner, chunk)
 
     def _new_ids(self) -> Ids:
         """Return the ids of the tokens that are not committed yet."""
