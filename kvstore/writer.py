@@ -165,6 +165,9 @@ class SessionWriter:
                 # Its own first tokens: cut blocks are coded anew and not needed there any more.
                 record = settled(record)
                 shrunk.update(claims_of(stored))
+            elif record.first and record.streams != stored.streams:
+                # With a header there are blocks, and those that were trimmed are among them.
+                shrunk.add(record.owner)
             for name, value in puts:
                 if value is None:
                     transaction.delete(name)
