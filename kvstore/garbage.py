@@ -19,7 +19,7 @@ from .prefix import parse_entry
 from .prefix_upkeep import expected_entries
 from .records import check_archive, pack_archive
 from .session_record import SessionRecord
-from .sharing import Claim, claims_of, sweep, user_keys
+from .sharing import Claim, claims_of, has_unused, sweep, user_keys
 from .survey import session_names
 from .users import users_of
 
@@ -68,6 +68,8 @@ def collect_garbage(archive: OpenArchive) -> int:
         for owner in _owners(transaction):
             if not alive.all_read and not _is_known(transaction, owner, alive, claims):
                 continue  # a damaged session may need it
+            if not has_unused(transaction, owner, claims.get(owner, [])):
+                continue
             session, name = appenders.get(owner, (owner, f"{owner:016x}"))
             try:
                 lease = archive._backend.lease(session, name)

@@ -22,10 +22,11 @@ from .passing import Passing
 from .pieces import all_pieces
 from .prefix_keys import index_bytes
 from .prefix_upkeep import owned_ids
-from .reader import Reader, first_value, share_of_error
+from .reader import Reader
 from .session_record import SessionRecord
 from .sharing import user_keys
 from .spans import head_of, header_of, id_spans
+from .stored_frame import first_value, share_of_error
 from .token_ids import CHUNK_TOKENS
 from .users import is_prefix
 

@@ -19,13 +19,13 @@ from .backend import (
     check_seconds,
 )
 from .catalog import UNKNOWN_ID, Catalog, begin
+from .codings import Codings
 from .forklock import ForkLock
 from .garbage import rebuild_index
 from .identity import Model
 from .matching import Promise
 from .mismatch import check_identity
 from .prefix_upkeep import add_entries
-from .reader import Codings
 from .records import FORMAT_VERSION
 from .room import Room
 from .session import Session

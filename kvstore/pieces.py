@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvcodecs.spec import Kind
 
@@ -12,8 +12,7 @@ from .session_record import SessionRecord
 from .spans import Span, head_of, spans_of
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """One stored frame of a stream.
 
     Attributes
@@ -32,8 +31,8 @@ class Piece:
         Positions in the session minus those that the frame was written for.
     start, stop
         The part of it that is read, as positions of the session.
-    name
-        ``"layer 3 k block 7"`` and the like.
+    layer, kind, what
+        Parts of its name.
     """
 
     keys: tuple[bytes, ...]
@@ -45,7 +44,14 @@ class Piece:
     offset: int
     start: int
     stop: int
-    name: str
+    layer: int
+    kind: Kind
+    what: str
+
+    @property
+    def name(self) -> str:
+        """``"layer 3 k block 7"`` and the like."""
+        return f"layer {self.layer} {self.kind} {self.what}"
 
 
 def pieces(
@@ -62,7 +68,6 @@ def pieces(
     With `blocks_only` the tokens that readers take from the raw head come from blocks too.
     """
     state = record.streams[layer, kind]
-    name = f"layer {layer} {kind}"
     at = start
     head = head_of(record, (layer, kind))
     if head is not None and not blocks_only:
@@ -79,7 +84,9 @@ def pieces(
                 offset=0,
                 start=start,
                 stop=at,
-                name=f"{name} head",
+                layer=layer,
+                kind=kind,
+                what="head",
             )
     if at >= stop:
         return
@@ -128,7 +135,9 @@ def _block(
         offset=span.offset,
         start=max(start, first_token),
         stop=min(stop, block_stop),
-        name=f"layer {layer} {kind} {what}",
+        layer=layer,
+        kind=kind,
+        what=what,
     )
 
 

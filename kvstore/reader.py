@@ -7,13 +7,13 @@ the range alone: frames are found by key, never by searching. FORMAT.md sections
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from kvcodecs.codec import BlockCodec, codec_by_number
-from kvcodecs.errors import Corrupt, InvalidArgument, Truncated, Unsupported
+from kvcodecs.codec import codec_by_number
+from kvcodecs.errors import Corrupt, KvError, Truncated, Unsupported
 from kvcodecs.frame import (
     ErrorStats,
     FrameHeader,
@@ -29,26 +29,17 @@ from kvcodecs.spec import F32, Kind, KState, StreamSpec
 
 from . import keys
 from .backend import Snapshot
+from .codings import MOST_OWNERS, Coding, Codings
 from .forklock import ForkLock
 from .identity import Model
 from .passing import Passing
 from .pieces import Piece, pieces
 from .records import HEADER_MAGIC, located
 from .session_record import SessionRecord, StreamName
+from .stored_frame import first_value, share_of_error
 
 # Payloads and RoPE tables that are at hand at a time: mapped pages count as memory once touched.
 _BATCH_BYTES: Final = 16 << 20
-# Owners whose parsed headers are kept: about 100 KB each of a model of 30 layers.
-_MOST_OWNERS: Final = 64
-
-
-@dataclass(frozen=True, slots=True)
-class Coding:
-    """How a stream's frames are decoded: its codec and header, or raw for its head."""
-
-    codec: BlockCodec
-    params: Any
-    tag: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,30 +51,6 @@ class Request:
     start: int
     stop: int
     out: npt.NDArray[Any]
-
-
-class Codings:
-    """How the blocks of owners read lately are decoded, for all sessions of an archive.
-
-    Headers are fixed once and owners are never used again, so what was read stays true. To parse
-    them takes a tenth of the time of a short read.
-    """
-
-    def __init__(self) -> None:
-        self._owners: dict[tuple[bytes, int], dict[StreamName, Coding]] = {}
-        self._lock = ForkLock()
-
-    def of(self, model: Model, owner: int) -> dict[StreamName, Coding]:
-        """Return what is known of an owner that stores KV of `model`, to read and add to."""
-        key = model.digest, owner
-        with self._lock:
-            found = self._owners.pop(key, None)
-            if found is None:
-                found = {}
-            self._owners[key] = found  # the last one to go
-            if len(self._owners) > _MOST_OWNERS:
-                del self._owners[next(iter(self._owners))]
-        return found
 
 
 class Reader:
@@ -118,7 +85,7 @@ class Reader:
         codings = self._owners.get(owner)
         if codings is None:
             codings = self._codings.of(self.model, owner)
-            if len(self._owners) >= _MOST_OWNERS:
+            if len(self._owners) >= MOST_OWNERS:
                 self._owners.clear()
             self._owners[owner] = codings
         found = codings.get((layer, kind))
@@ -336,7 +303,7 @@ class Reader:
         coding, header, payload = self.open(snapshot, piece, layer, kind)
         spec = coding.params.spec
         n_tokens = header.n_tokens
-        whole = replace(piece, start=piece.first_token, stop=piece.first_token + n_tokens)
+        whole = piece._replace(start=piece.first_token, stop=piece.first_token + n_tokens)
         out = np.empty((spec.heads, n_tokens, spec.head_dim), np.float32)
         request = Request(layer, kind, whole.start, whole.stop, out)
         plan = Plan()
@@ -361,7 +328,7 @@ class Reader:
             shift = piece.offset + position_offset
             table = tables.get(work.rope, start + shift, stop + shift)._replace(first_token=start)
         lo, hi = piece.start - work.request.start, piece.stop - work.request.start
-        with located(work.where):
+        try:
             plan.add(
                 work.coding.codec,
                 work.coding.params,
@@ -374,6 +341,9 @@ class Reader:
                 rope=table,
                 where=work.where,
             )
+        except KvError:
+            with located(work.where):
+                raise
 
     def _coding_of(self, snapshot: Snapshot, piece: Piece, layer: int, kind: Kind) -> Coding:
         if not piece.raw:
@@ -395,39 +365,6 @@ class _Work(NamedTuple):
     payload: memoryview
     rope: Rope | None
     where: str
-
-
-def first_value(snapshot: Snapshot, piece: Piece, where: str = "") -> memoryview | None:
-    """Return what is stored of a frame, or None.
-
-    Raises
-    ------
-    Truncated, Corrupt
-        The frame is in one of two places, and what is in the first is damaged.
-    """
-    if len(piece.keys) == 1:
-        return snapshot.get(piece.keys[0])
-    *others, last = piece.keys
-    for key in others:
-        value = snapshot.get(key)
-        if value is not None:
-            header, _ = open_frame(value, where)
-            if header.first_token == piece.first_token - piece.offset:
-                return value
-    return snapshot.get(last)
-
-
-def share_of_error(header: FrameHeader, n_tokens: int) -> ErrorStats:
-    """Return the error of the first tokens of a frame: an estimate where it has more.
-
-    The sum of squares is their share of it, the largest error a bound.
-    """
-    error = header.error
-    if not error.is_known or n_tokens == header.n_tokens or not header.n_tokens:
-        return error
-    n_values = error.n_values * n_tokens // header.n_tokens
-    share = n_values / error.n_values if error.n_values else 0.0
-    return ErrorStats(error.max_error, error.sum_squares * share, n_values)
 
 
 def _missing(where: str) -> Corrupt:
@@ -455,37 +392,3 @@ class _Tables:
 
 def _n_bytes(table: RopeTable) -> int:
     return table.cos.nbytes + table.sin.nbytes
-
-
-def check_range(
-    record: SessionRecord,
-    layer: int,
-    kind: Kind,
-    start: int,
-    stop: int | None,
-    where: str,
-    n_appended: int | None = None,
-) -> tuple[int, int]:
-    """Return a token range that can be read.
-
-    Raises
-    ------
-    InvalidArgument
-        Not a range, or beyond what is committed, or before the stream's first token.
-    """
-    n = record.n_tokens
-    stop = n if stop is None else stop
-    what = f"{where} layer {layer} {kind}: tokens [{start}, {stop})"
-    if not 0 <= start <= stop:
-        raise InvalidArgument(f"{what} are not a range")
-    if stop > n:
-        more = ""
-        if n_appended is not None and n_appended > n:
-            more = f" of {n_appended} appended; commit first"
-        raise InvalidArgument(f"{what}: {n} tokens are committed{more}")
-    if start < min(record.first, stop):
-        raise InvalidArgument(f"{what}: trimmed; the session starts at token {record.first}")
-    first = record.streams[layer, kind].start
-    if start < min(first, stop):
-        raise InvalidArgument(f"{what}: this layer has a window and starts at token {first}")
-    return start, stop

@@ -289,17 +289,25 @@ def _has_appender(snapshot: Snapshot, owner: int) -> bool:
 
 def sweep(transaction: Transaction, owner: int, claims: list[Claim]) -> int:
     """Delete what an owner stores and none of the claims needs; return the bytes of the values."""
-    unused = []
-    for key, value in owned_by(transaction, owner):
+    unused = list(_unused(transaction, owner, claims))
+    for key, _ in unused:
+        transaction.delete(key)
+    return sum(n_bytes for _, n_bytes in unused)
+
+
+def has_unused(snapshot: Snapshot, owner: int, claims: list[Claim]) -> bool:
+    """Whether `sweep` would delete anything."""
+    return next(_unused(snapshot, owner, claims), None) is not None
+
+
+def _unused(snapshot: Snapshot, owner: int, claims: list[Claim]) -> Iterator[tuple[bytes, int]]:
+    for key, value in owned_by(snapshot, owner):
         try:
             parsed = keys.parse(key)
         except Corrupt:
             continue  # not a key of ours to judge
         if not any(claim.needs(parsed) for claim in claims):
-            unused.append((key, value.nbytes))
-    for key, _ in unused:
-        transaction.delete(key)
-    return sum(size for _, size in unused)
+            yield key, value.nbytes
 
 
 def _claims_on(snapshot: Snapshot, catalog: Catalog, owner: int) -> list[Claim] | None:

@@ -17,9 +17,10 @@ from .identity import Model
 from .info import SessionInfo, session_info
 from .layout import check_threads
 from .matching import Promise
-from .reader import Reader, Request, check_range
+from .reader import Reader, Request
 from .session_record import SessionRecord
 from .token_ids import Ids, read_ids
+from .token_range import check_range, check_token
 
 if TYPE_CHECKING:
     from .opened import OpenArchive
@@ -87,7 +88,7 @@ class StoredSession:
         self,
         layer: int,
         kind: Kind,
-        start: int = 0,
+        start: int | None = None,
         stop: int | None = None,
         k_state: KState = "pre",
         dtype: str | np.dtype[Any] | type | None = None,
@@ -103,7 +104,8 @@ class StoredSession:
         layer, kind
             Which stream.
         start, stop
-            Absolute positions; `stop` None means all that is committed.
+            Absolute positions; None means the first that the stream has, and all that is
+            committed.
         k_state
             K before or after RoPE; V and layers without RoPE are the same either way.
         dtype
@@ -159,7 +161,7 @@ class StoredSession:
 
     def read_all(
         self,
-        start: int = 0,
+        start: int | None = None,
         stop: int | None = None,
         layers: Sequence[int] | None = None,
         k_state: KState = "pre",
@@ -176,14 +178,15 @@ class StoredSession:
         -------
         k, v
             ``(layers, heads, n, head_dim)`` each where the layers are alike, else a list of
-            ``(heads, n, head_dim)`` per layer, with None where V is absent.
+            ``(heads, n, head_dim)`` per layer, with None where V is absent. With `start` None each
+            layer from its first token: those with a window may have fewer.
 
         Raises
         ------
         InvalidArgument, Truncated, Corrupt, Unsupported, NotFound
             As `read`.
         """
-        chosen = range(self.model.n_layers) if layers is None else list(layers)
+        chosen = range(self.model.n_layers) if layers is None else _layers(layers)
         _check_k_state(k_state)
         n_threads = check_threads(n_threads)
         requests: list[Request] = []
@@ -193,6 +196,13 @@ class StoredSession:
             out_dtype = self._dtype(dtype)
             n_tensors = len(KINDS) * len(chosen)
             for kind in KINDS:
+                ranges = [
+                    check_range(record, layer, kind, start, stop, self._where, self._n_appended())
+                    for layer in chosen
+                    if self.model.has_stream(layer, kind)
+                ]
+                alike = self.model.is_uniform(chosen, kind) and len(set(ranges)) == 1
+                left = iter(ranges)
                 parts: list[Tensor | None] = []
                 stacked: Tensor | None = None
                 for i, layer in enumerate(chosen):
@@ -200,13 +210,11 @@ class StoredSession:
                         parts.append(None)
                         continue
                     spec = self.model.stream(layer, kind)
-                    lo, hi = check_range(
-                        record, layer, kind, start, stop, self._where, self._n_appended()
-                    )
+                    lo, hi = next(left)
                     shape = (spec.heads, hi - lo, spec.head_dim)
                     if n_tensors * math.prod(shape) * out_dtype.itemsize >= _LARGE_BYTES:
                         self._reader.check_end(snapshot, record, layer, kind, hi)
-                    if stacked is None and self.model.is_uniform(chosen, kind):
+                    if stacked is None and alike:
                         stacked = np.empty((len(chosen), *shape), out_dtype)
                     part = np.empty(shape, out_dtype) if stacked is None else stacked[i]
                     parts.append(part)
@@ -217,17 +225,23 @@ class StoredSession:
         self._archive._room.note_use(self._id)
         return results[0], results[1]
 
-    def token_ids(self, start: int = 0, stop: int | None = None) -> Ids | None:
-        """Return the committed token ids ``[start, stop)`` as int64; None if none are stored."""
+    def token_ids(self, start: int | None = None, stop: int | None = None) -> Ids | None:
+        """Return the committed token ids ``[start, stop)`` as int64; None if none are stored.
+
+        `start` and `stop` None mean the first that was not trimmed, and all.
+        """
         with self._archive._read() as snapshot:
             record = self._record(snapshot)
             if not record.has_ids:
                 return None
-            stop = record.n_tokens if stop is None else stop
-            if not record.first <= start <= stop <= record.n_tokens:
+            what = f"{self._where}: token ids [{start}, {stop})"
+            stop = record.n_tokens if stop is None else check_token(stop, what)
+            start = min(record.first, stop) if start is None else check_token(start, what)
+            if not 0 <= start <= stop <= record.n_tokens:
+                raise InvalidArgument(f"{what}: {record.n_tokens} tokens are committed")
+            if start < min(record.first, stop):
                 raise InvalidArgument(
-                    f"{self._where}: token ids [{start}, {stop}) of [{record.first}, "
-                    f"{record.n_tokens})"
+                    f"{what}: trimmed; the session starts at token {record.first}"
                 )
             return read_ids(snapshot, record, start, stop, self._where)
 
@@ -264,6 +278,12 @@ class StoredSession:
     def _n_appended(self) -> int | None:
         """Return how many tokens there will be with the next commit, if somebody here appends."""
         return None
+
+
+def _layers(layers: object) -> list[int]:
+    if not isinstance(layers, Sequence | range | np.ndarray) or isinstance(layers, str):
+        raise InvalidArgument(f"layers {layers!r}: expected a sequence of numbers")
+    return list(layers)
 
 
 def _check_k_state(k_state: str) -> None:

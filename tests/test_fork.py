@@ -767,3 +767,24 @@ def test_pins_and_metadata_survive_appends(archive):
     session.truncate(15)
     assert not session.pinned
     assert session.metadata == {"turn": 1}
+
+
+def test_reads_without_a_start_begin_with_the_first_token_there_is(archive):
+    session = make(archive, "p", 100)
+    session.trim_front(70)
+    k, v = session.read_all()
+    assert k.shape[2] == 30
+    assert (k == session.read_all(70)[0]).all()
+    assert (session.read(1, "v") == session.read(1, "v", 70)).all()
+    ids = session.token_ids()
+    assert ids is None or len(ids) == 30
+    for call in (
+        lambda: session.read(0, "k", 1.5),
+        lambda: session.read(0, "k", None, 3.0),
+        lambda: session.read_all("0"),
+        lambda: session.read_all(layers=True),
+        lambda: session.token_ids(0, 3.0),
+        lambda: session.read(0, "k", True),
+    ):
+        with pytest.raises(kvstore.InvalidArgument):
+            call()

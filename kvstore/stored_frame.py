@@ -1,0 +1,41 @@
+"""What is stored of a frame, and what its header says of a part of it."""
+
+from __future__ import annotations
+
+from kvcodecs.frame import ErrorStats, FrameHeader, open_frame
+
+from .backend import Snapshot
+from .pieces import Piece
+
+
+def first_value(snapshot: Snapshot, piece: Piece, where: str = "") -> memoryview | None:
+    """Return what is stored of a frame, or None.
+
+    Raises
+    ------
+    Truncated, Corrupt
+        The frame is in one of two places, and what is in the first is damaged.
+    """
+    if len(piece.keys) == 1:
+        return snapshot.get(piece.keys[0])
+    last = piece.keys[-1]
+    for key in piece.keys[:-1]:
+        value = snapshot.get(key)
+        if value is not None:
+            header, _ = open_frame(value, where)
+            if header.first_token == piece.first_token - piece.offset:
+                return value
+    return snapshot.get(last)
+
+
+def share_of_error(header: FrameHeader, n_tokens: int) -> ErrorStats:
+    """Return the error of the first tokens of a frame: an estimate where it has more.
+
+    The sum of squares is their share of it, the largest error a bound.
+    """
+    error = header.error
+    if not error.is_known or n_tokens == header.n_tokens or not header.n_tokens:
+        return error
+    n_values = error.n_values * n_tokens // header.n_tokens
+    share = n_values / error.n_values if error.n_values else 0.0
+    return ErrorStats(error.max_error, error.sum_squares * share, n_values)
