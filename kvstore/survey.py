@@ -91,8 +91,10 @@ def survey(archive: OpenArchive, snapshot: Snapshot) -> Survey:
 
 def session_filter(
     prefix: object, model: object, metadata: Mapping[str, Any] | None, pinned: object, n: object
-) -> Callable[[str, SessionRecord], bool]:
+) -> Callable[[str, SessionRecord | None], bool]:
     """Return what says whether a session meets the conditions of `Archive.sessions`.
+
+    Asked without its record it says whether the record has to be looked at.
 
     Raises
     ------
@@ -110,10 +112,11 @@ def session_filter(
         raise InvalidArgument(f"model {model!r}: expected a kvstore.Model")
     digest = None if model is None else model.digest
 
-    def keep(name: str, record: SessionRecord) -> bool:
+    def keep(name: str, record: SessionRecord | None) -> bool:
+        if record is None or not name.startswith(prefix):
+            return name.startswith(prefix)
         return (
-            name.startswith(prefix)
-            and record.n_tokens >= n
+            record.n_tokens >= n
             and pinned in (None, record.pinned)
             and digest in (None, record.model)
             and all(
@@ -126,12 +129,14 @@ def session_filter(
 
 
 def list_sessions(
-    archive: OpenArchive, snapshot: Snapshot, keep: Callable[[str, SessionRecord], bool]
+    archive: OpenArchive, snapshot: Snapshot, keep: Callable[[str, SessionRecord | None], bool]
 ) -> list[SessionEntry]:
     """Return the sessions whose records can be read and that `keep` says yes to, by name."""
     uses = archive._backend.last_uses()
     found = []
     for name in session_names(snapshot):
+        if not keep(name, None):
+            continue
         try:
             record = archive._catalog.record(snapshot, name)
             if not keep(name, record):

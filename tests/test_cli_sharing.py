@@ -76,7 +76,7 @@ def as_json(run, *argv: object) -> object:
 
 def test_match_finds_what_pack_stored(run, tmp_path, archive):
     prompt = [*range(200), 7, 7]
-    expected = {"session": "chat", "n_tokens": 200, "n_sealed": 200, "n_prompt": 202}
+    expected = {"session": "chat", "n_tokens": 200, "n_sealed": 200, "n_prompt": 202, "fork": None}
     text = json.dumps(prompt)
     (tmp_path / "prompt.json").write_text(text)
     ids = {"token_ids": np.array(prompt, np.uint32)}
@@ -85,11 +85,24 @@ def test_match_finds_what_pack_stored(run, tmp_path, archive):
     out = succeeds(run("match", archive, text, "--like", "chat"))
     assert out == "'chat' has the first 200 of 202 tokens, 200 of them in sealed blocks\n"
     found = as_json(run, "match", archive, json.dumps(IDS.tolist()), "--like", "chat")
-    assert found == {"session": "chat", "n_tokens": 300, "n_sealed": 256, "n_prompt": 300}
+    assert found == {"session": "chat", "n_tokens": 300, "n_sealed": 256, "n_prompt": 300, "fork": None}
+
+
+def test_match_forks_what_it_found(run, archive):
+    argv = ["match", archive, json.dumps([*range(200), 7]), "--like", "chat"]
+    found = as_json(run, *argv, "--fork", "next")
+    assert found["fork"] == "next"
+    with kvstore.open(archive) as opened:
+        assert opened.session("next").n_committed == 200
+    code, _, err = run(*argv, "--fork", "next")
+    assert code == 1
+    assert "exists already" in err
+    out = succeeds(run(*argv, "--fork", "other"))
+    assert out.endswith("; forked as 'other'\n")
 
 
 def test_no_match_is_no_error(run, archive):
-    nothing = {"session": None, "n_tokens": 0, "n_sealed": 0}
+    nothing = {"session": None, "n_tokens": 0, "n_sealed": 0, "fork": None}
     for options, n_prompt in (
         (["[5, 6]"], 2),
         (["[]"], 0),

@@ -11,6 +11,7 @@ from kvcodecs.errors import Corrupt, InvalidArgument
 
 import kvstore
 from kvstore.token_ids import Ids, check_ids
+from kvtools.existing import existing_archive
 from kvtools.tensorfile import TensorFile
 from kvtools.terminal import count_text, show_json
 
@@ -21,9 +22,15 @@ MAX_JSON_BYTES = 256_000_000
 def run_match(args: argparse.Namespace) -> int:
     """Find the session that shares most of a prompt; nothing that matches is no error."""
     ids = _prompt(args.ids)
-    with kvstore.open(args.archive) as archive:
+    forked = None
+    opened = existing_archive(args.archive) if args.fork else kvstore.open(args.archive)
+    with opened as archive:
         match = archive.match_prefix(ids, archive.session(args.like).model, args.salt)
-    name = None if match.session is None else match.session.name
+        name = None if match.session is None else match.session.name
+        if args.fork and match.session is not None:
+            # The match's own session: had it been rolled back meanwhile, this would fail.
+            match.session.fork(args.fork, at=match.n_tokens)
+            forked = args.fork
     if args.json:
         show_json(
             {
@@ -31,6 +38,7 @@ def run_match(args: argparse.Namespace) -> int:
                 "n_tokens": match.n_tokens,
                 "n_sealed": match.n_sealed,
                 "n_prompt": len(ids),
+                "fork": forked,
             }
         )
     elif name is None:
@@ -39,6 +47,7 @@ def run_match(args: argparse.Namespace) -> int:
         print(
             f"{name!r} has the first {match.n_tokens} of {count_text(len(ids), 'token')}, "
             f"{match.n_sealed} of them in sealed blocks"
+            + (f"; forked as {forked!r}" if forked else "")
         )
     return 0
 

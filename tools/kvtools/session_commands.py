@@ -26,6 +26,11 @@ def _add_match(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--salt", metavar="TEXT", help="of the tenant (default: that of SESSION's model)"
     )
+    parser.add_argument(
+        "--fork",
+        metavar="NEW",
+        help="fork what matches as NEW, at once: between two commands the session might change",
+    )
 
 
 def _add_fork(parser: argparse.ArgumentParser) -> None:
@@ -75,7 +80,7 @@ def _add_pin(parser: argparse.ArgumentParser) -> None:
 COMMANDS = {
     "match": Command(
         "match",
-        "Find the session that shares most of a prompt's first tokens.",
+        "Find the session that shares most of a prompt's first tokens; exit 0 also if none does.",
         _add_match,
         "kvstore match chats.kv prompt.json --like alice/42",
     ),
