@@ -772,7 +772,7 @@ def test_pins_and_metadata_survive_appends(archive):
 def test_reads_without_a_start_begin_with_the_first_token_there_is(archive):
     session = make(archive, "p", 100)
     session.trim_front(70)
-    k, v = session.read_all()
+    k, _v = session.read_all()
     assert k.shape[2] == 30
     assert (k == session.read_all(70)[0]).all()
     assert (session.read(1, "v") == session.read(1, "v", 70)).all()
