@@ -627,6 +627,6 @@ def _settings(n_examples, n_steps):
 TestMemory = Sharing.TestCase
 TestMemory.settings = _settings(40, 40)
 TestLmdb = pytest.mark.slow(SharingInLmdb.TestCase)
-TestLmdb.settings = _settings(150, 50)
+TestLmdb.settings = _settings(60, 50)
 TestLong = pytest.mark.slow(SharingForLong.TestCase)
-TestLong.settings = _settings(1000, 60)
+TestLong.settings = _settings(250, 60)
