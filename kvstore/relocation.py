@@ -25,6 +25,7 @@ from .session_record import Part, SessionRecord, StreamState
 from .sharing import claims_of, put_record
 from .spans import head_of, header_of
 from .token_ids import CHUNK_TOKENS, pack_ids, read_ids
+from .users import is_prefix
 from .writer import PASS_TOKENS, SessionWriter
 
 if TYPE_CHECKING:
@@ -170,7 +171,7 @@ def _share(
             transaction.put(key, value)
         shrunk = claims_of(here)
         ids = None
-        if new.has_ids:
+        if is_prefix(new, session.model):
             ids = read_ids(transaction, here, 0, here.n_faithful_tokens, session._where)
         put_record(transaction, archive._catalog, session.name, here, new, shrunk=shrunk)
         if ids is not None:

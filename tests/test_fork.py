@@ -564,6 +564,20 @@ def test_a_header_fixed_after_a_trim_leaves_no_trimmed_blocks(archive, monkeypat
     assert_no_leftovers(archive)
 
 
+def test_a_range_goes_to_a_session_that_was_trimmed(archive):
+    source = make(archive, "q", n=64)
+    session = make(archive, n=4096 + 64)
+    session.trim_front(4096 + 10)  # and with it a chunk of token ids
+    done = session.append_range(source, 16, 64)
+    assert done.n_shared == 48
+    np.testing.assert_array_equal(session.token_ids(4096 + 64), ids_of(64)[16:])
+    assert kept(session, 4096 + 64) == kept(source, 16)
+    assert archive.match_prefix(ids_of(4096 + 64), MODEL).session.name == "q"
+    source.close()
+    session.close()
+    assert_no_leftovers(archive)
+
+
 def test_trim_while_appending(archive, monkeypatch):
     monkeypatch.setattr(kvstore.writer, "SPILL_BYTES", 1)
     session = make(archive, n=60)
