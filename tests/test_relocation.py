@@ -272,3 +272,65 @@ def test_a_source_that_goes_before_the_error_is_measured(archive, monkeypatch):
     assert 0 < done.max_error < 0.2
     assert session.n_committed == 150
     check(archive)
+
+
+@pytest.mark.parametrize("at", [96, 128, 192])
+def test_a_cut_in_a_range_goes_on_with_the_session_s_own_step(archive, at):
+    coarse = make(archive, "coarse", 300, codec=kvstore.KVR1(rel_step=0.25))
+    fine = make(archive, "fine", 64, seed=2, codec=kvstore.KVR1(rel_step=0.25))
+    steps = [stream.step for stream in fine.info().streams]
+    fine.append_range(coarse, 64, 192)
+    fork = fine.fork("fork", at=at)
+    fine.truncate(at)
+    for session in (fork, fine):
+        session.append(*tensors(70, 3), token_ids=ids(70, 3))
+        session.commit()
+        assert [stream.step for stream in session.info().streams] == steps
+    check(archive)
+
+
+def test_a_closed_session_forks_and_is_pinned(archive):
+    session = make(archive, "session", 100)
+    session.close()
+    fork = session.fork("fork", at=50)
+    session.pin()
+    session.set_metadata({"a": 1})
+    assert archive.session("session").pinned
+    assert fork.n_committed == 50
+
+
+def test_what_a_match_found_may_be_taken_back_on_purpose(archive):
+    make(archive, "session", 100).close()
+    matched = archive.match_prefix(ids(100, 1), MODEL).session
+    matched.truncate(40)
+    matched.append(*tensors(10, 3), token_ids=ids(10, 3))
+    matched.commit()
+    assert matched.n_committed == 50
+    matched.trim_front(20)
+    assert matched.first_token == 20
+    matched.close()
+
+
+def test_a_match_whose_session_began_anew_without_ids(archive):
+    make(archive, "session", 100).close()
+    matched = archive.match_prefix(ids(100, 1), MODEL).session
+    with archive.session("session") as session:
+        session.truncate(0)
+        session.append(*tensors(100, 4))
+        session.commit()
+    with pytest.raises(NotFound, match="match again"):
+        matched.read_all()
+
+
+def test_token_ids_of_another_place_are_refused(archive):
+    one, two = make(archive, "one", 100), make(archive, "two", 100, seed=2)
+    with archive._backend.write(1.0) as transaction:
+        places = {key: bytes(value) for key, value in transaction.scan(b"K")}
+        first, second = places
+        transaction.put(first, places[second])
+        transaction.put(second, places[first])
+    for session in (one, two):
+        with pytest.raises(kvstore.Corrupt, match="another place"):
+            session.token_ids()
+    assert not archive.match_prefix(ids(100, 1), MODEL)
+    assert not archive.verify().ok
