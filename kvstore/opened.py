@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import secrets
+import time
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Final
 
-from kvcodecs.errors import InvalidArgument
+from kvcodecs.errors import InvalidArgument, Locked
 
 from . import keys
 from .backend import (
@@ -32,6 +34,9 @@ from .session import Session
 from .session_record import SessionRecord
 from .token_ids import Ids
 from .writer import SessionWriter
+
+_PATIENCE_SECONDS: Final = 0.5
+_POLL_SECONDS: Final = 0.01
 
 
 class OpenArchive:
@@ -125,10 +130,20 @@ class OpenArchive:
             return list(self._sessions)
 
     def take_lease(self, session: int, name: str) -> Lease:
-        """Become the appender of a session, or raise `Locked`."""
-        return self._backend.lease(
-            session, name, expires=self._lease_seconds, timeout=self._timeout
-        )
+        """Become the appender of a session, or raise `Locked`.
+
+        Waits a little: who collects garbage or evicts holds leases for a moment.
+        """
+        deadline = time.monotonic() + min(self._timeout, _PATIENCE_SECONDS)
+        while True:
+            try:
+                return self._backend.lease(
+                    session, name, expires=self._lease_seconds, timeout=self._timeout
+                )
+            except Locked:
+                if time.monotonic() >= deadline:
+                    raise
+            time.sleep(_POLL_SECONDS)
 
     def _appender(self, session: Session) -> SessionWriter:
         """Take a session's lease and return its appender."""

@@ -108,7 +108,9 @@ class Worker:
             step = self.rng.choice(steps)
             # Only what others may delete can be gone, unless there is eviction.
             misses = [NotFound] if step in (self.read, self.match, self.fork) else []
-            with contextlib.suppress(*misses, *([NotFound, Full] if self.evicts else [])):
+            # Who evicts or collects garbage holds leases for a moment: then it is for later.
+            misses += [Locked, NotFound, Full] if self.evicts else [Locked]
+            with contextlib.suppress(*misses):
                 step()
             n += 1
         for name in list(self.known):
