@@ -20,7 +20,7 @@ from .backend import Snapshot, Transaction
 from .catalog import Catalog
 from .session_record import Part, SessionRecord, StreamState
 from .sharing import claims_of, pruned, put_record
-from .spans import header_of
+from .spans import header_of, id_parts_until
 
 
 def fork(
@@ -127,10 +127,6 @@ def cut(
         name: StreamState(state.block_tokens, state.start if at else 0, has_header=bool(values))
         for name, state in record.streams.items()
     }
-    id_parts = [(other, min(stop, at)) for other, stop in _with_begins(record.id_parts, at)]
-    id_begin = record.id_parts[-1][1] if record.id_parts else 0
-    if id_begin < at:
-        id_parts.append((record.owner, at))
     faithful = record.n_faithful
     new = replace(
         record,
@@ -139,21 +135,11 @@ def cut(
         first=record.first if at else 0,
         streams=streams,
         parts=parts,
-        id_parts=tuple(id_parts),
+        id_parts=id_parts_until(record, at),
         n_faithful=faithful if faithful is not None and faithful < at else None,
         has_ids=record.has_ids and at > 0,
     )
     return pruned(new), values
-
-
-def _with_begins(rows: tuple[tuple[int, int], ...], at: int) -> list[tuple[int, int]]:
-    """Return the rows that begin before `at`; each begins where the one before ends."""
-    found, begin = [], 0
-    for owner, stop in rows:
-        if begin < at:
-            found.append((owner, stop))
-        begin = stop
-    return found
 
 
 def parts_until(record: SessionRecord, at: int) -> tuple[Part, ...]:

@@ -23,7 +23,7 @@ from .pieces import pieces
 from .prefix_upkeep import add_entries
 from .session_record import Part, SessionRecord, StreamState
 from .sharing import claims_of, put_record
-from .spans import head_of, header_of
+from .spans import head_of, header_of, id_parts_until
 from .token_ids import CHUNK_TOKENS, pack_ids, read_ids
 from .users import is_prefix
 from .writer import PASS_TOKENS, SessionWriter
@@ -228,21 +228,12 @@ def _with_range(
             for name, state in here.streams.items()
         },
         parts=tuple(parts),
-        id_parts=tuple(_id_parts(here)) if at and here.has_ids else (),
+        # The chunk that the range's ids begin in is stored anew.
+        id_parts=id_parts_until(here, at - at % CHUNK_TOKENS) if here.has_ids else (),
         n_faithful=here.n_faithful_tokens,
         has_ids=here.has_ids if at else there.has_ids,
         post=here.post or there.post,
     )
-
-
-def _id_parts(record: SessionRecord) -> Iterator[tuple[int, int]]:
-    """Yield who stores the ids before the chunk that the range's ids begin in."""
-    last = record.n_tokens // CHUNK_TOKENS * CHUNK_TOKENS
-    begin = 0
-    for owner, stop in (*record.id_parts, (record.owner, record.n_tokens)):
-        if min(stop, last) > begin:
-            begin = min(stop, last)
-            yield owner, begin
 
 
 def _headers(

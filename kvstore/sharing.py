@@ -18,7 +18,7 @@ from .backend import Snapshot, Transaction
 from .identity import Model
 from .prefix_upkeep import unindex
 from .session_record import MAX_PARTS, MAX_TOKENS, SessionRecord, StreamName
-from .spans import head_of, header_of, id_spans, spans_of
+from .spans import head_of, header_of, id_parts_until, id_spans, spans_of
 from .token_ids import CHUNK_TOKENS
 from .users import indexed, is_prefix, users_of
 
@@ -230,12 +230,8 @@ def settled(record: SessionRecord) -> SessionRecord:
     ]
     ids_cut_at = record.id_parts[-1][1] if record.id_parts else 0
     ids_begin = ids_cut_at // CHUNK_TOKENS * CHUNK_TOKENS
-    id_parts, begin = [], 0
-    for owner, stop in record.id_parts:
-        if min(stop, ids_begin) > begin:
-            begin = min(stop, ids_begin)
-            id_parts.append((owner, begin))
-    return pruned(replace(record, parts=tuple(parts), id_parts=tuple(id_parts)))
+    id_parts = id_parts_until(record, ids_begin)
+    return pruned(replace(record, parts=tuple(parts), id_parts=id_parts))
 
 
 def delete_record(

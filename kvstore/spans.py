@@ -130,6 +130,16 @@ def header_of(record: SessionRecord, stream: StreamName) -> int | None:
     return spans[-1].owner if spans else None
 
 
+def id_parts_until(record: SessionRecord, stop: int) -> tuple[tuple[int, int], ...]:
+    """Return (owner, position where they end) of the first `stop` token ids, own ones last."""
+    found, begin = [], 0
+    for owner, end in (*record.id_parts, (record.owner, record.n_tokens)):
+        if min(end, stop) > begin:
+            begin = min(end, stop)
+            found.append((owner, begin))
+    return tuple(found)
+
+
 def id_spans(record: SessionRecord, chunk_tokens: int) -> list[tuple[int, int, int]]:
     """Return (owner, first chunk, stop chunk) of the token ids."""
     if not record.has_ids:
