@@ -98,13 +98,22 @@ def _after_fork_in_child() -> None:
 os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
-def take_file_lease(archive: str, owner: int, name: str, expires: float | None = None) -> FileLease:
+def take_file_lease(
+    archive: str,
+    owner: int,
+    name: str,
+    expires: float | None = None,
+    *,
+    shown: str | None = None,
+) -> FileLease:
     """Lock the lease file of `owner`, at once or not at all.
 
     Parameters
     ----------
     expires
         Seconds without renewal after which `take_over_file_lease` may take it; None for never.
+    shown
+        The archive as messages call it, if not `archive`.
 
     Raises
     ------
@@ -113,7 +122,7 @@ def take_file_lease(archive: str, owner: int, name: str, expires: float | None =
     Full, InvalidArgument
         The lease file cannot be made.
     """
-    path = _path(archive, owner)
+    path, archive = _path(archive, owner), shown or archive
     with _explained(archive, name):
         os.makedirs(os.path.dirname(path), exist_ok=True)
         while True:
@@ -142,7 +151,12 @@ def is_expired(archive: str, owner: int) -> bool:
 
 
 def take_over_file_lease(
-    archive: str, owner: int, name: str, expires: float | None = None
+    archive: str,
+    owner: int,
+    name: str,
+    expires: float | None = None,
+    *,
+    shown: str | None = None,
 ) -> FileLease:
     """Take a lease that has expired from its holder, who learns of it from `FileLease.check`.
 
@@ -157,17 +171,17 @@ def take_over_file_lease(
     Full, InvalidArgument
         The lease file cannot be made.
     """
-    path = _path(archive, owner)
-    with _explained(archive, name), _names(os.path.dirname(path)) as mine:
+    path, where = _path(archive, owner), shown or archive
+    with _explained(where, name), _names(os.path.dirname(path)) as mine:
         if not mine or not is_expired(archive, owner):
-            raise locked(archive, name)
+            raise locked(where, name)
         fd = _open_and_lock(path)
         if fd is None:
             os.unlink(path)  # its holder keeps the lock on a file without a name
             fd = _open_and_lock(path)
         if fd is None:
-            raise locked(archive, name)  # a third appender was faster
-        return _held_lease(fd, path, archive, name, expires)
+            raise locked(where, name)  # a third appender was faster
+        return _held_lease(fd, path, where, name, expires)
 
 
 def _path(archive: str, owner: int) -> str:

@@ -5,7 +5,7 @@ A directory and a bucket offer the same. Keys are relative, with slashes. FORMAT
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -83,6 +83,10 @@ class Objects(Protocol):
         """Put or replace an object; readers see the old one or the new one."""
         ...
 
+    def put_all(self, items: Iterable[tuple[str, bytes]]) -> None:
+        """Put or replace objects, as `put` does each; at the same time where that helps."""
+        ...
+
     def put_frames(
         self, items: Sequence[tuple[str, bytes]], still_mine: Callable[[], None]
     ) -> None:
@@ -118,6 +122,8 @@ class Objects(Protocol):
         """Yield the objects whose key starts with `prefix` (and comes after `after`).
 
         In key order where `after` is given; `prefix` ends with a slash or is empty.
+        A directory also lists what a writer that died was making (`_keys.is_unfinished`), which
+        is no object, and can be deleted like one by who has the right to write.
         """
         ...
 
