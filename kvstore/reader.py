@@ -149,10 +149,12 @@ class Reader:
             and header.n_tokens == n_tokens
             and header.codec == coding.codec.number
             and header.header_tag == coding.tag
+            and not header.unplaced
         )
         if is_right:
             return coding
         for what, found, expected in (
+            ("unplaced", header.unplaced, False),
             ("owner", header.owner, piece.owner),
             ("layer", header.layer, layer),
             ("kind", header.kind, kind),

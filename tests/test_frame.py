@@ -198,7 +198,9 @@ def reseal(data, at, new):
         (4, b"\x02", Unsupported),
         (4, b"\x00", Corrupt),
         (6, b"\x02", Corrupt),
-        (7, b"\x01", Unsupported),
+        (7, b"\x01", Corrupt),  # unplaced, with an owner
+        (7, b"\x02", Unsupported),
+        (7, b"\x80", Unsupported),
         (36, bytes(4), Corrupt),
         (16, b"\xff" * 8, Corrupt),
         (48, struct.pack("<d", math.nan), Corrupt),
@@ -213,6 +215,18 @@ def test_fields_are_checked_behind_a_right_checksum(at, new, kind):
         open_frame(data)
     with pytest.raises(kind):
         FrameHeader.unpack(data)
+
+
+def test_an_unplaced_frame_says_so_in_bit_0_of_its_flags():
+    place = {"owner": 0, "layer": 0, "first_token": 0}
+    data = pack_frame(payload=PAYLOAD, **FIELDS | place, unplaced=True)
+    assert data[7] == 1
+    header, payload = open_frame(data)
+    assert header.unplaced
+    assert payload == PAYLOAD
+    placed = pack_frame(payload=PAYLOAD, **FIELDS | place)
+    assert (placed[:7], placed[8:72]) == (data[:7], data[8:72])
+    assert not open_frame(placed)[0].unplaced
 
 
 @pytest.mark.parametrize(
@@ -231,6 +245,9 @@ def test_fields_are_checked_behind_a_right_checksum(at, new, kind):
         {"error": ErrorStats(math.nan, 0.0, 0)},
         {"error": ErrorStats(0.0, 0.0, -1)},
         {"error": ErrorStats(-0.5, 0.0, 1)},
+        {"unplaced": True},
+        {"unplaced": True, "owner": 0, "layer": 0},
+        {"unplaced": True, "owner": 0, "first_token": 0},
     ],
 )
 def test_fields_that_do_not_fit_are_refused(change):

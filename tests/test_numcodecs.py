@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvcodecs.errors import Corrupt, InvalidArgument, KvError, Truncated, Unsupported
 from kvcodecs.frame import crc32c
-from kvcodecs.numcodecs_codecs import KVR1Codec, TKV1Codec
+from kvcodecs.numcodecs_codecs import KVR1Codec, KVRawCodec, TKV1Codec
 
 GOLDEN = Path(__file__).parent / "golden" / "tkv1"
 DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
@@ -127,6 +127,37 @@ def test_configuration_round_trips_through_json():
     assert KVR1Codec() != TKV1Codec()
 
 
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, ">f2", ">f4"])
+def test_raw_comes_back_bit_for_bit(dtype):
+    x = make_array(dtype=dtype)
+    x[0, :3, 0] = [-0.0, 0.0, np.finfo(np.float16).smallest_subnormal]
+    codec = numcodecs.get_codec({"id": "kvraw", "kind": "k", "block_tokens": 16})
+    data = codec.encode(x)
+    for reader in (codec, TKV1Codec()):
+        y = reader.decode(data)
+        assert y.dtype == x.dtype
+        assert bits(y) == bits(x)
+    out = np.empty_like(x)
+    assert bits(codec.decode(data, out=out)) == bits(x)
+    assert codec == KVRawCodec("k", block_tokens=16)
+    assert repr(eval(repr(codec))) == repr(codec)
+    for at in range(0, len(data), 97):
+        bad = bytearray(data)
+        bad[at] ^= 8
+        with pytest.raises((Corrupt, Truncated, Unsupported)):
+            codec.decode(bad)
+    assert codec.decode(codec.encode(x[:, :0])).shape == (2, 0, 8)
+
+
+def test_raw_refuses_what_it_would_change():
+    with pytest.raises(InvalidArgument, match="narrowed"):
+        KVRawCodec().encode(make_array(dtype=np.float64))
+    x = make_array()
+    x[1, 3, 2] = np.nan
+    with pytest.raises(InvalidArgument, match="head 1, token 3, channel 2"):
+        KVRawCodec().encode(x)
+
+
 @pytest.mark.parametrize("name", ["tkv1", "kvr1"])
 def test_numcodecs_finds_the_class_by_itself(name):
     program = (
@@ -160,7 +191,7 @@ def test_a_container_of_another_layout_is_corrupt(layout):
     """The layout is part of what the head says, and frames say their codec."""
     data = bytearray(make_codec(layout, "k", step=0.5).encode(make_array((1, 8, 2))))
     end = 20 + int.from_bytes(data[8:16], "little")
-    for other in {0, 1, 2} - {data[20]}:
+    for other in {0, 1, 2, 3} - {data[20]}:
         data[20] = other
         data[16:20] = crc32c(data[:16], data[20:end]).to_bytes(4, "little")
         with pytest.raises((Corrupt, Truncated)):
@@ -298,7 +329,7 @@ def test_frames_out_of_place_are_corrupt(layout):
 @pytest.mark.parametrize(
     ("offset", "new", "kind"),
     [
-        (0, b"\x03", Unsupported),  # layout
+        (0, b"\x04", Unsupported),  # layout
         (1, b"\x04", Unsupported),  # dtype
         (2, b"\x02", Unsupported),  # kind
         (3, b"\x04", Unsupported),  # memory

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ._core import find_beyond
-from .codec import codec_by_name, codec_for
+from .codec import CodecConfig, codec_by_name, codec_for
 from .errors import Corrupt, InvalidArgument, Truncated, Unsupported
 from .frame import (
     HEADER_BYTES,
@@ -26,17 +26,16 @@ from .frame import (
     seal_record,
 )
 from .plan import Plan
-from .quantiser import QuantiserConfig, QuantiserParams
 from .spec import F32, MAX_BLOCK_TOKENS, MAX_VALUES, Kind, StreamSpec, describe_value
 
-Layout: TypeAlias = Literal["lane", "stream", "kvr1"]
+Layout: TypeAlias = Literal["lane", "stream", "kvr1", "raw"]
 
 MAGIC: Final = b"KVC1"
 FILE_MAGIC: Final = b"KVCT"
 
-LAYOUTS: Final[tuple[Layout, ...]] = ("lane", "stream", "kvr1")
+LAYOUTS: Final[tuple[Layout, ...]] = ("lane", "stream", "kvr1", "raw")
 #: Codecs of the layouts that are made of frames.
-BLOCK_CODECS: Final[dict[Layout, str]] = {"lane": "tkv1", "kvr1": "kvr1"}
+BLOCK_CODECS: Final[dict[Layout, str]] = {"lane": "tkv1", "kvr1": "kvr1", "raw": "raw"}
 KINDS: Final[tuple[Kind, ...]] = ("k", "v")
 DTYPES: Final[tuple[np.dtype[Any], ...]] = (
     np.dtype(np.float32),
@@ -135,8 +134,13 @@ def next_record(magic: bytes, data: memoryview) -> tuple[memoryview, memoryview]
     return open_record(magic, data[:size], "container"), data[size:]
 
 
-def encode_blocks(head: Head, config: QuantiserConfig, y: F32) -> bytes:
+def encode_blocks(head: Head, config: CodecConfig, y: F32, *, unplaced: bool = False) -> bytes:
     """Return the container of `y`, ``(heads, n_tokens, head_dim)``, in a layout of frames.
+
+    Parameters
+    ----------
+    unplaced
+        Flag the frames as such; only for a container of one block.
 
     Raises
     ------
@@ -144,9 +148,11 @@ def encode_blocks(head: Head, config: QuantiserConfig, y: F32) -> bytes:
         Values that the step cannot code, or that may leave the range of their dtype.
     """
     codec = codec_for(config)
-    params: QuantiserParams = codec.fit(config, head.spec(), lambda: [y])
+    params = codec.fit(config, head.spec(), lambda: [y])
     codec.check(params, y, 0)
-    check_overflow(y, head.dtype, params.step / 2)
+    step = codec.step(params)
+    if step is not None:
+        check_overflow(y, head.dtype, step / 2)
     stream_header = codec.pack(params)
     tag = header_tag(stream_header)
     parts = [seal_record(MAGIC, head.pack() + stream_header)]
@@ -164,6 +170,7 @@ def encode_blocks(head: Head, config: QuantiserConfig, y: F32) -> bytes:
             header_tag=tag,
             error=encoder.error,
             payload=encoder.payload(),
+            unplaced=unplaced,
         )
         parts.append(frame)
     return b"".join(parts)

@@ -38,6 +38,7 @@ _CRC: Final = struct.Struct("<I")
 _PAYLOAD_BYTES: Final = 7  # the index of that field
 _CHECKSUM: Final = 14
 _KINDS: Final[tuple[Kind, Kind]] = ("k", "v")
+_UNPLACED: Final = 1  # flags
 # Positions stay below this, so that first_token + n_tokens never wraps in a signed 64-bit word.
 _MAX_TOKEN: Final = 2**63
 
@@ -138,6 +139,9 @@ class FrameHeader(NamedTuple):
         Measured error in the coded domain.
     payload_bytes
         Length of the payload.
+    unplaced
+        Whoever wrote the frame did not know its place: owner, layer and first token are 0 and say
+        nothing. Such frames have no place in an archive.
     """
 
     codec: int
@@ -149,6 +153,7 @@ class FrameHeader(NamedTuple):
     header_tag: int
     error: ErrorStats
     payload_bytes: int
+    unplaced: bool = False
 
     @classmethod
     def unpack(cls, data: BytesLike, where: str = "") -> FrameHeader:
@@ -190,6 +195,7 @@ def pack_frame(
     payload: BytesLike,
     header_tag: int = 0,
     error: ErrorStats | None = None,
+    unplaced: bool = False,
 ) -> bytes:
     """Return header, checksum and payload as one frame. FORMAT.md section 2.1.
 
@@ -199,6 +205,8 @@ def pack_frame(
         The codec's bytes; copied.
     error
         Measured error; None means unknown.
+    unplaced
+        The frame does not know its place: `owner`, `layer` and `first_token` must be 0.
 
     Raises
     ------
@@ -221,6 +229,8 @@ def pack_frame(
             raise InvalidArgument(f"frame: {name} {value} does not fit {bits} bits")
     if n_tokens == 0 or first_token + n_tokens > _MAX_TOKEN:
         raise InvalidArgument(f"frame: {n_tokens} tokens from token {first_token}")
+    if unplaced and (owner or layer or first_token):
+        raise InvalidArgument("frame: an unplaced frame has no owner, layer or first token")
     if not error.is_valid():
         raise InvalidArgument(f"frame: error statistics {error} do not belong together")
     body = byte_view(payload)
@@ -229,7 +239,7 @@ def pack_frame(
         FRAME_VERSION,
         codec,
         _KINDS.index(kind),
-        0,
+        _UNPLACED if unplaced else 0,
         owner,
         first_token,
         body.nbytes,
@@ -391,12 +401,15 @@ def _header_of(fields: tuple[Any, ...], prefix: str) -> FrameHeader:
     layer, n_tokens, tag, max_error, sum_squares, n_values = fields[8:_CHECKSUM]
     if kind >= len(_KINDS):
         raise Corrupt(f"{prefix}frame header: kind {kind}, expected 0 (k) or 1 (v)")
-    if flags:
+    if flags & ~_UNPLACED:
         raise Unsupported(f"{prefix}frame header: flags {flags:#04x}; upgrade to read it")
     if n_tokens == 0 or first_token + n_tokens > _MAX_TOKEN:
         raise Corrupt(f"{prefix}frame header: {n_tokens} tokens from token {first_token}")
+    unplaced = bool(flags & _UNPLACED)
+    if unplaced and (owner or layer or first_token):
+        raise Corrupt(f"{prefix}frame header: unplaced, and yet with a place")
     error = ErrorStats(max_error, sum_squares, n_values)
     if not error.is_valid():
         raise Corrupt(f"{prefix}frame header: impossible error statistics {error}")
     place = _KINDS[kind], owner, layer, first_token, n_tokens
-    return FrameHeader(codec, *place, tag, error, payload_bytes)
+    return FrameHeader(codec, *place, tag, error, payload_bytes, unplaced)

@@ -1,4 +1,4 @@
-"""The numcodecs classes of TKV1 and KVR1: an array in, a self-contained container out.
+"""The numcodecs classes of TKV1, KVR1 and raw: an array in, a self-contained container out.
 
 The only module that imports numcodecs. The bytes are in `container`.
 """
@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from numcodecs.abc import Codec
 
+from .codec import CodecConfig
 from .container import (
     DTYPES,
     MAGIC,
@@ -28,7 +29,7 @@ from .container import (
 from .errors import Corrupt, InvalidArgument, Truncated
 from .frame import seal_record
 from .kvr1 import KVR1
-from .quantiser import QuantiserConfig
+from .raw import Raw
 from .spec import F32, KINDS, MAX_BLOCK_TOKENS, MAX_VALUES, Kind, StreamSpec
 from .tensor import as_float32, check_tensor
 from .tkv1 import TKV1, TkvFile
@@ -43,9 +44,7 @@ class _ArrayCodec(Codec):  # type: ignore[misc]
 
     codec_id: ClassVar[str]
 
-    def __init__(
-        self, kind: Kind, asked: QuantiserConfig, block_tokens: int, layout: Layout
-    ) -> None:
+    def __init__(self, kind: Kind, asked: CodecConfig, block_tokens: int, layout: Layout) -> None:
         if kind not in KINDS:
             raise InvalidArgument(f"{self.codec_id}: kind {kind!r}, expected 'k' or 'v'")
         if type(block_tokens) is not int or not 1 <= block_tokens <= MAX_BLOCK_TOKENS:
@@ -250,6 +249,7 @@ class TKV1Codec(_ArrayCodec):
             raise InvalidArgument("tkv1: theta and pre_rope belong to layout='stream'")
         asked = TKV1(rel_step, step, max_error, rmse, bpv, sink, sink_div, ar, lane_channels)
         super().__init__(kind, asked, block_tokens, layout)
+        self._tkv1 = asked
         self._theta = 1e5 if theta is None else float(theta)
         self._pre_rope = (kind == "k") if pre_rope is None else bool(pre_rope)
         if layout == "stream" and not (math.isfinite(self._theta) and self._theta > 0.0):
@@ -264,7 +264,7 @@ class TKV1Codec(_ArrayCodec):
 
     def _encode(self, head: Head, y: F32) -> bytes:
         if self._layout == "stream":
-            return encode_file(head, y, self._asked, theta=self._theta, pre_rope=self._pre_rope)
+            return encode_file(head, y, self._tkv1, theta=self._theta, pre_rope=self._pre_rope)
         return super()._encode(head, y)
 
     def _decode(self, data: memoryview, out: Any) -> Any:
@@ -339,6 +339,53 @@ class KVR1Codec(_ArrayCodec):
     ) -> None:
         asked = KVR1(rel_step, step, max_error, rmse, bpv, sink, sink_div, ar)
         super().__init__(kind, asked, block_tokens, "kvr1")
+
+
+class KVRawCodec(_ArrayCodec):
+    """Values as they are for numcodecs: ``[heads][tokens][head_dim]`` floats, checksummed.
+
+    Arrays have these three axes and an even `head_dim`. What the other classes do to K and V this
+    one leaves undone: the same container, for arrays that must come back bit for bit.
+
+    Parameters
+    ----------
+    kind
+        ``"k"`` or ``"v"``: kept with the array.
+    block_tokens
+        Tokens per block, at most 2^20.
+
+    Raises
+    ------
+    InvalidArgument
+        A value out of range.
+
+    Notes
+    -----
+    float64 is refused, as are values that are not finite.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> codec = KVRawCodec(kind="v")
+    >>> x = np.linspace(-1, 1, 12, dtype="f2").reshape(1, 3, 4)
+    >>> bool((x == codec.decode(codec.encode(x))).all())
+    True
+    """
+
+    codec_id = "kvraw"
+
+    def __init__(self, kind: Kind = "v", *, block_tokens: int = 128) -> None:
+        super().__init__(kind, Raw(), block_tokens, "raw")
+
+    def get_config(self) -> dict[str, object]:
+        """Return the JSON configuration that `numcodecs.get_codec` takes."""
+        return {"id": self.codec_id, "kind": self._kind, "block_tokens": self._block_tokens}
+
+    def _encode(self, head: Head, y: F32) -> bytes:
+        dtype = DTYPES[head.dtype].name
+        if dtype == "float64":
+            raise InvalidArgument("kvraw: float64 would be narrowed; give float32")
+        return encode_blocks(head, Raw(dtype), y)
 
 
 class _Target:
