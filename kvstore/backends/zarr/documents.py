@@ -1,0 +1,191 @@
+"""The documents of zarr format 3 that an archive shows to zarr's own tools. FORMAT.md section 9.5.
+
+Plain JSON, so that nothing here needs zarr. Who reads an archive with zarr finds one group per
+session, one array per stream, and our codec's name and configuration in each array.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from kvcodecs.codec import codec_by_number
+from kvcodecs.frame import header_tag
+from kvcodecs.spec import Kind, StreamSpec
+
+from ...session_record import SessionRecord
+from .sessions import Stored
+
+FILE_NAME: Final = "zarr.json"
+CODEC_NAME: Final = "kvstore.frame"
+#: Longer stream headers are arrays of their own: a configuration is read and written as a whole.
+MOST_INLINE: Final = 64 << 10
+HEADERS: Final = "headers"
+
+
+def group_document(attributes: Mapping[str, object]) -> bytes:
+    """Return the document of a group."""
+    return _pack({"zarr_format": 3, "node_type": "group", "attributes": dict(attributes)})
+
+
+def stub_document(note: str) -> bytes:
+    """Return the document of an empty array.
+
+    What lies below an array is not listed: so tools pass over objects that are none of theirs.
+    """
+    return bytes_document(0, {"note": note})
+
+
+def bytes_document(n_bytes: int, attributes: Mapping[str, object]) -> bytes:
+    """Return the document of an array of bytes that is one chunk, key ``c/0``."""
+    return _array(
+        [n_bytes], [max(n_bytes, 1)], "uint8", 0, [{"name": "bytes"}], ["byte"], attributes
+    )
+
+
+def stream_document(
+    stored: Stored,
+    stream: tuple[int, Kind],
+    n_tokens: int,
+    headers: Sequence[tuple[int, bytes]],
+    shard_blocks: int,
+    dimensions: Sequence[str],
+) -> bytes:
+    """Return the document of a stream's array.
+
+    Parameters
+    ----------
+    n_tokens
+        Length of the array: whole blocks, all committed.
+    headers
+        Codec number and stream header of each owner of its blocks; the session's own last.
+    shard_blocks
+        Blocks of a shard; 0 for none.
+    """
+    layer, kind = stream
+    record, spec = stored.record, stored.model.stream(layer, kind)
+    state = record.streams[stream]
+    chunk = [spec.heads, state.block_tokens, spec.head_dim]
+    codec: dict[str, object] = {
+        "name": CODEC_NAME,
+        "configuration": _configuration(spec, layer, headers),
+    }
+    outer = chunk
+    if shard_blocks:
+        outer = [spec.heads, state.block_tokens * shard_blocks, spec.head_dim]
+        little = {"name": "bytes", "configuration": {"endian": "little"}}
+        codec = {
+            "name": "sharding_indexed",
+            "configuration": {
+                "chunk_shape": chunk,
+                "codecs": [codec],
+                "index_codecs": [little, {"name": "crc32c"}],
+                "index_location": "end",
+            },
+        }
+    about: dict[str, object] = {
+        "layer": layer,
+        "kind": kind,
+        "start": state.start,
+        "first": record.first,
+    }
+    if kind == "k":
+        about["k_state"] = "pre"
+    return _array(
+        [spec.heads, n_tokens, spec.head_dim],
+        outer,
+        dtype_of(stored),
+        "NaN",
+        [codec],
+        dimensions,
+        {"kvstore": about},
+        separator="." if shard_blocks else "/",
+    )
+
+
+def dtype_of(stored: Stored) -> str:
+    """Return the type of a session's arrays; zarr has no bfloat16, which float32 holds."""
+    return "float16" if stored.model.dtype == "float16" else "float32"
+
+
+def dimension_names(
+    record: SessionRecord, shapes: Mapping[tuple[int, Kind], tuple[int, int, int]]
+) -> dict[tuple[int, Kind], list[str]]:
+    """Return the names of the axes of all arrays of a session.
+
+    Axes of one name have one length and begin at one position, as xarray asks: ``token`` if that
+    holds for all arrays, else ``token_k`` and ``token_v``, else one name for each array.
+    """
+    names: dict[tuple[int, Kind], list[str]] = {stream: [] for stream in shapes}
+    for axis, plain in enumerate(("head", "token", "channel")):
+        extents = {
+            stream: (shape[axis], record.streams[stream].start if axis == 1 else 0)
+            for stream, shape in shapes.items()
+        }
+        for (layer, kind), found in names.items():
+            alike = {extent for (_, other), extent in extents.items() if other == kind}
+            if len(set(extents.values())) == 1:
+                found.append(plain)
+            elif len(alike) == 1:
+                found.append(f"{plain}_{kind}")
+            else:
+                found.append(f"{plain}_{kind}_{layer:03d}")
+    return names
+
+
+def headers_array(kind: Kind, layer: int) -> str:
+    """Return the name of the array of a stream's header that is too long for a configuration."""
+    return f"{HEADERS}_{kind}_{layer:03d}"
+
+
+def _configuration(
+    spec: StreamSpec, layer: int, headers: Sequence[tuple[int, bytes]]
+) -> dict[str, object]:
+    number, header = headers[-1]
+    fields: dict[str, object] = {
+        "archive": True,
+        "codec": codec_by_number(number).name,
+        "kind": spec.kind,
+        "layer": layer,
+        "header_tag": f"{header_tag(header):016x}",
+    }
+    if len(header) > MOST_INLINE:
+        fields["header_array"] = headers_array(spec.kind, layer)
+    else:
+        fields["header"] = base64.b64encode(header).decode()
+    rope = spec.rope
+    if rope is not None and rope.style == "interleaved":
+        fields["rope"] = {"n_pairs": rope.n_pairs, "style": rope.style}
+    return fields
+
+
+def _array(
+    shape: Sequence[int],
+    chunk: Sequence[int],
+    dtype: str,
+    fill: object,
+    codecs: Sequence[object],
+    dimensions: Sequence[str],
+    attributes: Mapping[str, object],
+    separator: str = "/",
+) -> bytes:
+    return _pack(
+        {
+            "zarr_format": 3,
+            "node_type": "array",
+            "shape": list(shape),
+            "data_type": dtype,
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(chunk)}},
+            "chunk_key_encoding": {"name": "default", "configuration": {"separator": separator}},
+            "fill_value": fill,
+            "codecs": list(codecs),
+            "dimension_names": list(dimensions),
+            "attributes": dict(attributes),
+        }
+    )
+
+
+def _pack(document: Mapping[str, Any]) -> bytes:
+    return json.dumps(document, indent=1).encode()

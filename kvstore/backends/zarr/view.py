@@ -1,0 +1,121 @@
+"""What zarr's own tools see: written after the commit, from its records alone. FORMAT.md 9.5.
+
+So the arrays never show what is not committed, and never have a shape whose chunks are not
+there. A writer that dies before it is done leaves them behind the commit; the next one, which
+finds in the commit what was to be done, does it again.
+"""
+
+from __future__ import annotations
+
+from kvcodecs.errors import Corrupt, KvError
+from kvcodecs.frame import open_record
+from kvcodecs.spec import Kind
+
+from ... import keys
+from ...records import HEADER_MAGIC
+from ...session_record import SessionRecord
+from ...spans import header_of, spans_of
+from .documents import (
+    FILE_NAME,
+    MOST_INLINE,
+    bytes_document,
+    dimension_names,
+    group_document,
+    headers_array,
+    stream_document,
+    stub_document,
+)
+from .objects import Objects
+from .places import ROOT, Lookup, home_of
+from .placing import Sync
+from .sessions import Stored, n_sealed, stored_session
+
+_ABOUT_ROOT = "KV archive; each group is a session, each array a layer's K or V"
+_ABOUT_INTERNAL = "what the archive engine keeps here is not for zarr"
+_ABOUT_CLOSED = "a session that was deleted; its objects wait for the end of the grace period"
+
+
+def begin(objects: Objects) -> None:
+    """Put the documents of a new archive; it is known by the second one."""
+    objects.put(FILE_NAME, group_document({"kvstore": {"about": _ABOUT_ROOT}}))
+    objects.put(ROOT + FILE_NAME, stub_document(_ABOUT_INTERNAL))
+
+
+def sync(objects: Objects, lookup: Lookup, what: Sync) -> None:
+    """Bring the documents of some sessions to what is committed; again does no harm.
+
+    Parameters
+    ----------
+    lookup
+        What is stored as of the commit.
+    """
+    for group in what.closed:
+        objects.put(f"{group}/{FILE_NAME}", stub_document(_ABOUT_CLOSED))
+    shown: set[str] = set()
+    for name in what.sessions:
+        stored = stored_session(lookup, name, lookup.raw(keys.session_key(name)))
+        if stored is not None:
+            shown.update(_show(objects, lookup, stored))
+    hidden = [f"{path}/{FILE_NAME}" for path in what.hidden]
+    objects.delete([key for key in hidden if key not in shown])
+
+
+def _show(objects: Objects, lookup: Lookup, stored: Stored) -> list[str]:
+    """Put the documents of a session's group and arrays; return their keys."""
+    record, model = stored.record, stored.model
+    home = home_of(lookup, record.owner)
+    if home is None:
+        return []
+    documents: dict[str, bytes] = {}
+    shapes = {}
+    for stream, state in record.streams.items():
+        n_tokens = n_sealed(record, stream) * state.block_tokens
+        if n_tokens:
+            spec = model.stream(*stream)
+            shapes[stream] = spec.heads, n_tokens, spec.head_dim
+    names = dimension_names(record, shapes)
+    for stream, (_, n_tokens, _) in shapes.items():
+        try:
+            headers = _headers(lookup, record, stream)
+        except KvError:
+            continue  # damage, which `verify` tells; the array stays as it is
+        layer, kind = stream
+        header = headers[-1][1]
+        if len(header) > MOST_INLINE:
+            path = f"{home.group}/{headers_array(kind, layer)}"
+            documents[f"{path}/c/0"] = header
+            documents[f"{path}/{FILE_NAME}"] = bytes_document(len(header), {})
+        documents[f"{home.group}/{kind}_{layer:03d}/{FILE_NAME}"] = stream_document(
+            stored, stream, n_tokens, headers, home.shard_blocks, names[stream]
+        )
+    about = {
+        "session": stored.name,
+        "id": f"{record.id:016x}",
+        "first": record.first,
+        "model": model.to_json(),
+        "metadata": dict(record.metadata),
+    }
+    documents[f"{home.group}/{FILE_NAME}"] = group_document({"kvstore": about})
+    objects.put_all(documents.items())
+    return list(documents)
+
+
+def _headers(
+    lookup: Lookup, record: SessionRecord, stream: tuple[int, Kind]
+) -> list[tuple[int, bytes]]:
+    """Return (codec number, stream header) of each owner of a stream's blocks, its own last."""
+    owners = dict.fromkeys(span.owner for span in spans_of(record, stream))
+    last = header_of(record, stream)
+    if last is not None:
+        owners.pop(last, None)
+        owners[last] = None
+    found: dict[tuple[int, bytes], None] = {}
+    for owner in owners:
+        value = lookup.raw(keys.stream_key(keys.HEADER, owner, *stream))
+        if value is None:
+            raise Corrupt(f"layer {stream[0]} {stream[1]}: no stream header")
+        body = bytes(open_record(HEADER_MAGIC, value))
+        header = body[:1][0], body[1:]
+        found.pop(header, None)
+        found[header] = None
+    return list(found)
