@@ -144,6 +144,21 @@ class Transaction(Snapshot, Protocol):
         """Remove a key; an absent one is no error."""
         ...
 
+    def shard(self, name: str, shard_bytes: int) -> bool:
+        """Lay the sealed frames of a finished session together, many to an object, on commit.
+
+        Returns
+        -------
+        bool
+            False if they lie together already, or there are none.
+
+        Raises
+        ------
+        InvalidArgument
+            The backend does not keep each frame in an object of its own.
+        """
+        ...
+
     def used_bytes(self) -> int:
         """Return `BackendInfo.used_bytes` as of a commit now.
 

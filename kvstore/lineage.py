@@ -55,6 +55,7 @@ def fork(
         id=session,
         n_rollbacks=0,
         pinned=False,
+        finished=False,
         created=now,
         updated=now,
         metadata=metadata,
@@ -90,6 +91,7 @@ def trim_front(
 ) -> None:
     """Drop the blocks that lie wholly before position `first`; nothing before it can be read."""
     first = check_position(first, f"{where}: trim")
+    check_unfinished(record, where)
     if first > record.n_tokens:
         raise InvalidArgument(f"{where}: trim at {first}: {record.n_tokens} tokens are committed")
     if first > record.first:
@@ -102,6 +104,15 @@ def check_position(position: object, what: str) -> int:
     if isinstance(position, bool) or not isinstance(position, int | np.integer) or position < 0:
         raise InvalidArgument(f"{what} at {position!r}: expected a number of tokens")
     return int(position)
+
+
+def check_unfinished(record: SessionRecord, where: str) -> None:
+    """Raise `InvalidArgument` if a session's tokens stay what they are for good."""
+    if record.finished:
+        raise InvalidArgument(
+            f"{where}: finished by `kvstore seal`: nothing is appended to it or taken from it; "
+            "fork it to go on"
+        )
 
 
 def cut(

@@ -116,6 +116,8 @@ class SessionRecord:
         Whether any K was given after RoPE.
     pinned
         Whether eviction leaves it alone.
+    finished
+        Whether nothing is appended to it any more, nor taken back.
     created, updated
         Unix time of creation and of the last commit, seconds.
     metadata
@@ -137,6 +139,7 @@ class SessionRecord:
     has_ids: bool = False
     post: bool = False
     pinned: bool = False
+    finished: bool = False
     created: int = 0
     updated: int = 0
     metadata: Mapping[str, Any] = field(default_factory=dict)
@@ -177,6 +180,7 @@ class SessionRecord:
             "ids": int(self.has_ids),
             "post": int(self.post),
             "pinned": int(self.pinned),
+            "finished": int(self.finished),
             "created": self.created,
             "updated": self.updated,
             "metadata": dict(self.metadata),
@@ -293,6 +297,7 @@ def _session(data: dict[str, Any], names: list[StreamName], where: str) -> Sessi
             has_ids=bool(data.get("ids", 0)),
             post=bool(data.get("post", 0)),
             pinned=bool(data.get("pinned", 0)),
+            finished=bool(data.get("finished", 0)),
             created=read_count(data.get("created", 0)),
             updated=read_count(data.get("updated", 0)),
             metadata=_object(data.get("metadata", {})),

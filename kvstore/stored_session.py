@@ -62,6 +62,12 @@ class StoredSession:
             return copy.deepcopy(dict(self._record(snapshot).metadata))
 
     @property
+    def finished(self) -> bool:
+        """Whether nothing is appended to the session any more; see `Archive.seal`."""
+        with self._archive._read() as snapshot:
+            return self._record(snapshot).finished
+
+    @property
     def pinned(self) -> bool:
         """Whether eviction leaves the session alone; see `pin`."""
         with self._archive._read() as snapshot:

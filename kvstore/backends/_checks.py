@@ -12,6 +12,13 @@ def check_limit(n_bytes: object) -> int | None:
     raise InvalidArgument(f"limit {n_bytes!r} is not a positive number of bytes")
 
 
+def no_shards(where: str) -> InvalidArgument:
+    """Return the error of a backend that keeps all frames in one place anyway."""
+    return InvalidArgument(
+        f"{where}: only zarr archives have shards; leave --shard out, or migrate it to zarr:PATH"
+    )
+
+
 def expired(where: str, seconds: float) -> Closed:
     """Return the error of a snapshot that has been open for too long."""
     return Closed(

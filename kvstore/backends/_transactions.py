@@ -12,7 +12,7 @@ from kvcodecs._core import release_pages
 from kvcodecs.errors import InvalidArgument, KvError
 
 from ..backend import Value
-from ._checks import expired
+from ._checks import expired, no_shards
 from ._environment import Environment
 from ._errors import translate
 from ._heads import Head
@@ -107,6 +107,9 @@ class LmdbTransaction(LmdbSnapshot):
             self._txn.delete(key)
         except lmdb.Error as error:
             raise self._translate(error) from error
+
+    def shard(self, name: str, shard_bytes: int) -> bool:
+        raise no_shards(self._where)
 
     def used_bytes(self) -> int:
         if self._head is None:

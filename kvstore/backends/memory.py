@@ -28,7 +28,7 @@ from ..backend import (
 )
 from ..forklock import ForkLock
 from ..lease import locked, lost
-from ._checks import check_limit, expired
+from ._checks import check_limit, expired, no_shards
 
 # As the other backends have, so that an archive beyond its limit can be emptied.
 _ROOM_TO_REMOVE: Final = 1 << 16
@@ -151,6 +151,9 @@ class _MemoryTransaction:
         old = self.items.pop(key, None)
         if old is not None:
             self._n_bytes -= len(key) + len(old)
+
+    def shard(self, name: str, shard_bytes: int) -> bool:
+        raise no_shards(self._where)
 
     def used_bytes(self) -> int:
         return self._n_bytes

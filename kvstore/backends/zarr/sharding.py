@@ -10,7 +10,7 @@ import struct
 from collections.abc import Callable, Mapping
 from typing import Final, TypeAlias
 
-from kvcodecs.errors import Corrupt, InvalidArgument
+from kvcodecs.errors import Corrupt
 from kvcodecs.frame import crc32c
 
 from ... import keys
@@ -61,19 +61,21 @@ def shard(
     still_mine, due_ns
         As for `Objects.put_frames` and `placing.place`.
 
+    Returns
+    -------
+    dict
+        Empty if the session has shards already, or no whole block.
+
     Raises
     ------
-    InvalidArgument
-        It has shards already.
     Corrupt
         A frame is missing.
     """
-    record = stored.record
-    home = home_of(lookup, record.owner)
-    if home is None or home.shard_blocks:
-        raise InvalidArgument(f"{objects.where}: session {stored.name!r} has shards already")
+    home = home_of(lookup, stored.record.owner)
     streams = _blocks(lookup, stored)
-    n_blocks = _blocks_of(streams, shard_bytes, stored.name)
+    if home is None or home.shard_blocks or not any(streams.values()):
+        return {}
+    n_blocks = _blocks_of(streams, shard_bytes)
     puts: dict[bytes, bytes | None] = {}
     doomed = []
     owners = owners_in(lookup, home.group)
@@ -98,7 +100,7 @@ def shard(
     return puts
 
 
-def _blocks_of(streams: Mapping[StreamName, list[_Block]], shard_bytes: int, name: str) -> int:
+def _blocks_of(streams: Mapping[StreamName, list[_Block]], shard_bytes: int) -> int:
     """Return how many blocks of a session make a shard of about so many bytes."""
     sizes = [
         Reference.unpack(reference).n_bytes
@@ -106,9 +108,7 @@ def _blocks_of(streams: Mapping[StreamName, list[_Block]], shard_bytes: int, nam
         for _, reference in blocks
         if reference is not None
     ]
-    if not sizes:
-        raise InvalidArgument(f"session {name!r} has no whole block yet: nothing to shard")
-    return min(max(shard_bytes * len(sizes) // sum(sizes), 1), _MOST_BLOCKS)
+    return min(max(shard_bytes * len(sizes) // max(sum(sizes), 1), 1), _MOST_BLOCKS)
 
 
 def _blocks(lookup: Lookup, stored: Stored) -> dict[StreamName, list[_Block]]:
@@ -137,7 +137,7 @@ def _pack_shard(
     objects: Objects,
     lookup: Lookup,
     stored: Stored,
-    stream: tuple[int, Kind],
+    stream: StreamName,
     part: list[_Block],
     n_blocks: int,
 ) -> tuple[bytes, list[int]]:
