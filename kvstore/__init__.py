@@ -33,6 +33,7 @@ from .opening import compact, open
 from .relocation import AppendedRange
 from .session import Session
 from .survey import SessionEntry
+from .upgrading import Upgraded, upgrade
 
 __all__ = [
     "KVR1",
@@ -61,9 +62,11 @@ __all__ = [
     "StreamInfo",
     "Truncated",
     "Unsupported",
+    "Upgraded",
     "__version__",
     "compact",
     "open",
+    "upgrade",
 ]
 
 if TYPE_CHECKING:

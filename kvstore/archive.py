@@ -21,7 +21,6 @@ from .layout import check_configs, check_fit_tokens, new_layout
 from .matching import Match, Promise, find_prefix, n_sealed
 from .metadata import check_metadata
 from .opened import OpenArchive
-from .records import FORMAT_VERSION
 from .session import Session, source_of
 from .session_record import SessionRecord
 from .survey import (
@@ -33,6 +32,7 @@ from .survey import (
     survey,
 )
 from .token_ids import check_ids
+from .versions import FORMAT_VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -209,7 +209,7 @@ class Archive(OpenArchive):
         if int(self._about["format"]) < FORMAT_VERSION:
             raise Unsupported(
                 f"{self.path}: written before there was an index; open it with "
-                "mode='a' once, or run kvstore reindex"
+                "mode='a' once, or run kvstore upgrade"
             )
         with self._read() as snapshot:
             found = find_prefix(snapshot, self._catalog, ids, model)
@@ -370,6 +370,7 @@ class Archive(OpenArchive):
         return ArchiveInfo(
             path=self.path,
             backend=backend.kind,
+            format=int(self._about["format"]),
             writer=str(self._about.get("writer", "")),
             created=int(self._about.get("created", 0)),
             file_bytes=backend.file_bytes,

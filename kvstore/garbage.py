@@ -17,7 +17,6 @@ from .backend import Snapshot, Transaction
 from .identity import Model
 from .prefix import parse_entry
 from .prefix_upkeep import expected_entries
-from .records import check_archive, pack_archive
 from .session_record import SessionRecord
 from .sharing import Claim, claims_of, has_unused, sweep, user_keys
 from .survey import session_names
@@ -88,32 +87,30 @@ def collect_garbage(archive: OpenArchive) -> int:
 
 def rebuild_index(archive: OpenArchive) -> tuple[int, list[KvError]]:
     """Make the lists of users and the prefix index anew. See `Archive.reindex`."""
+    return archive._room.write(lambda transaction: index_anew(archive, transaction), frees=True)
 
-    def work(transaction: Transaction) -> tuple[int, list[KvError]]:
-        alive = living(archive, transaction)
-        errors: list[KvError] = []
-        wanted = dict(_wanted_users(alive))
-        pairs = [(record, model) for _, record, model in alive.records]
-        names = {record.id: name for name, record, _ in alive.records}
 
-        def on_error(record: SessionRecord, error: KvError) -> None:
-            errors.append(type(error)(f"session {names[record.id]!r}: {error}"))
+def index_anew(archive: OpenArchive, transaction: Transaction) -> tuple[int, list[KvError]]:
+    """Make the lists of users and the prefix index anew inside a transaction."""
+    alive = living(archive, transaction)
+    errors: list[KvError] = []
+    wanted = dict(_wanted_users(alive))
+    pairs = [(record, model) for _, record, model in alive.records]
+    names = {record.id: name for name, record, _ in alive.records}
 
-        entries = expected_entries(transaction, pairs, archive.path, on_error)
-        wanted.update(dict.fromkeys(entries, b""))
-        stored = [key for prefix in (keys.USER, keys.PREFIX) for key, _ in transaction.scan(prefix)]
-        for key in stored:
-            # What a session needs that cannot be read is not known: its lists stay.
-            if key not in wanted and alive.all_read:
-                transaction.delete(key)
-        for key, value in sorted(wanted.items()):
-            transaction.put(key, value)
-        about = transaction.get(keys.ARCHIVE)
-        if about is not None:
-            transaction.put(keys.ARCHIVE, pack_archive(check_archive(about, archive.path)))
-        return sum(key[:1] == keys.PREFIX for key in wanted), errors
+    def on_error(record: SessionRecord, error: KvError) -> None:
+        errors.append(type(error)(f"session {names[record.id]!r}: {error}"))
 
-    return archive._room.write(work, frees=True)
+    entries = expected_entries(transaction, pairs, archive.path, on_error)
+    wanted.update(dict.fromkeys(entries, b""))
+    stored = [key for prefix in (keys.USER, keys.PREFIX) for key, _ in transaction.scan(prefix)]
+    for key in stored:
+        # What a session needs that cannot be read is not known: its lists stay.
+        if key not in wanted and alive.all_read:
+            transaction.delete(key)
+    for key, value in sorted(wanted.items()):
+        transaction.put(key, value)
+    return sum(key[:1] == keys.PREFIX for key in wanted), errors
 
 
 def _is_known(

@@ -177,6 +177,8 @@ class ArchiveInfo:
 
     Attributes
     ----------
+    format
+        Version of the archive format; see `kvstore.versions`.
     file_bytes, free_bytes
         The data file, and the part of it that will be used again before it grows.
     used_bytes
@@ -195,6 +197,7 @@ class ArchiveInfo:
 
     path: str
     backend: str
+    format: int
     writer: str
     created: int
     file_bytes: int

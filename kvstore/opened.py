@@ -23,16 +23,16 @@ from .backend import (
 from .catalog import UNKNOWN_ID, Catalog, begin
 from .codings import Codings
 from .forklock import ForkLock
-from .garbage import rebuild_index
 from .identity import Model
 from .matching import Promise
 from .mismatch import check_identity
 from .prefix_upkeep import add_entries
-from .records import FORMAT_VERSION
 from .room import Room
 from .session import Session
 from .session_record import SessionRecord
 from .token_ids import Ids
+from .upgrading import BeforeUpgrade, Upgraded, bring_up_to_date
+from .versions import FORMAT_VERSION
 from .writer import SessionWriter
 
 _PATIENCE_SECONDS: Final = 0.5
@@ -49,6 +49,7 @@ class OpenArchive:
         *,
         lock_timeout: float = 10.0,
         lease_seconds: float | None = None,
+        before_upgrade: BeforeUpgrade | None = None,
     ) -> None:
         self._backend, self._mode, self._timeout = backend, mode, lock_timeout
         self._lease_seconds = (
@@ -59,10 +60,11 @@ class OpenArchive:
         self._room = Room(backend, self._catalog, lock_timeout)
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         self._lock, self._renaming = ForkLock(), ForkLock()
+        self._upgraded: Upgraded | None = None
         try:
             self._about = begin(backend, mode, lock_timeout)
             if mode == "a" and int(self._about["format"]) < FORMAT_VERSION:
-                rebuild_index(self)
+                self._upgraded = bring_up_to_date(self, before_upgrade)
                 self._about = begin(backend, mode, lock_timeout)
         except BaseException:
             backend.close()

@@ -15,8 +15,8 @@ from kvcodecs.frame import open_record, seal_record
 
 from .identity import Model
 from .metadata import canonical_json
+from .versions import FORMAT_VERSION
 
-FORMAT_VERSION: Final = 2
 ARCHIVE_MAGIC: Final = b"KVA1"
 IDENTITY_MAGIC: Final = b"KVI1"
 HEADER_MAGIC: Final = b"KVH1"
@@ -46,7 +46,8 @@ def check_archive(value: memoryview | bytes, where: str) -> dict[str, Any]:
         raise Corrupt(f"{where}: archive record: format {version!r}")
     if version > FORMAT_VERSION:
         raise Unsupported(
-            f"{where}: archive format {version}, this release reads up to {FORMAT_VERSION}; upgrade"
+            f"{where}: archive format {version}, this release reads up to {FORMAT_VERSION}; "
+            "install a newer kvstore to read it"
         )
     try:
         read_count(data.get("created", 0))

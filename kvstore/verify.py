@@ -30,6 +30,7 @@ from .session_record import SessionRecord, StreamName
 from .sharing import user_keys
 from .spans import header_of, id_spans, spans_of
 from .token_ids import CHUNK_TOKENS, read_id_chunk
+from .versions import FORMAT_VERSION
 
 if TYPE_CHECKING:
     from kvcodecs.spec import Kind
@@ -254,7 +255,7 @@ def _check_lists(
     wanted.update(expected_entries(snapshot, pairs, archive.path, on_error))
     wanted.update(key for key in every if unknown and _index_owner(key) in unknown)
     n_missing = len(wanted - every)
-    if n_missing:
+    if n_missing and int(archive._about["format"]) == FORMAT_VERSION:  # older ones have no index
         message = f"{n_missing} entries of the prefix index or of the lists of users are missing"
         report.add("prefix index", Corrupt(f"{archive.path}: {message}; run kvstore reindex"))
     yield from wanted & every

@@ -25,7 +25,8 @@ import kvstore
 ROPE = kvstore.Rope.from_theta(10_000.0, 8)
 INV_FREQ = json.dumps([float(x) for x in ROPE.inv_freq])
 COMMANDS = (
-    *("pack", "unpack", "ls", "info", "verify", "rm", "gc", "reindex", "compact", "quota"),
+    *("pack", "unpack", "ls", "info", "verify", "rm", "gc", "reindex", "compact"),
+    *("upgrade", "quota"),
     *("match", "fork", "trim", "rename", "append-range", "pin", "demo", "bench"),
 )
 

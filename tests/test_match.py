@@ -584,7 +584,7 @@ def test_an_old_archive_is_indexed_when_it_is_opened_to_append(tmp_path):
     ids = random_ids(150)
     make_old(tmp_path / "a.kv", ids)
     with kvstore.open(tmp_path / "a.kv") as archive:
-        with pytest.raises(kvstore.Unsupported, match=r"mode='a'|kvstore reindex"):
+        with pytest.raises(kvstore.Unsupported, match=r"mode='a' once, or run kvstore upgrade"):
             archive.match_prefix(ids, MODEL)
         k, _ = kv_of(ids)
         assert (archive.session("s").read_all()[0] == k).all()

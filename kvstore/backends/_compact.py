@@ -40,7 +40,7 @@ _PIECE: Final = 1 << 20
 _COMPARED_BYTES: Final = 4096
 
 
-class _Stopped(Exception):
+class Stopped(Exception):
     """An error of the caller's `Progress`, which says nothing of the archive."""
 
     def __init__(self, by: OSError) -> None:
@@ -85,7 +85,7 @@ def compact(path: str, progress: Progress | None = None) -> tuple[int, int]:
         finally:
             _remove_leftovers(directory)
             lock.release()
-    except _Stopped as stopped:
+    except Stopped as stopped:
         raise stopped.by from None
     except BlockingIOError:
         raise Locked(
@@ -104,13 +104,13 @@ def _compact(directory: str, shown: str, progress: Progress | None) -> tuple[int
     data = os.path.join(directory, DATA_FILE)
     new = os.path.join(directory, COMPACTED_DATA_FILE)
     with _opened(directory, data, shown) as source:
-        _check_unused(directory)
+        check_unused(directory)
         before = os.stat(data)
         fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            n_bytes = _copy(source, fd, progress)
-            _check_copy(source.env, new, n_bytes, shown)
-            _give_owner(fd, before)
+            n_bytes = copy_pages(source, fd, progress)
+            check_copy(source.env, new, n_bytes, shown)
+            give_owner(fd, before)
             os.fsync(fd)
         finally:
             os.close(fd)
@@ -141,7 +141,7 @@ def _opened(directory: str, data: str, shown: str) -> Iterator[Environment]:
         source.end()
 
 
-def _check_unused(directory: str) -> None:
+def check_unused(directory: str) -> None:
     """Raise `BlockingIOError` if any process has LMDB open here; this one has not."""
     with (
         contextlib.suppress(FileNotFoundError),
@@ -150,8 +150,8 @@ def _check_unused(directory: str) -> None:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def _copy(source: Environment, fd: int, progress: Progress | None) -> int:
-    """Write the compacted archive; returns its length."""
+def copy_pages(source: Environment, fd: int, progress: Progress | None) -> int:
+    """Write a compacted copy of what is committed; returns its length."""
     head = source.head()
     n_expected = (2 + head.main.n_pages) * source.page_bytes
     failures: list[lmdb.Error] = []
@@ -191,10 +191,10 @@ def _report(progress: Progress, n_bytes: int, n_expected: int) -> None:
     try:
         progress(n_bytes, n_expected)
     except OSError as error:
-        raise _Stopped(error) from None
+        raise Stopped(error) from None
 
 
-def _check_copy(env: Any, new: str, n_bytes: int, shown: str) -> None:
+def check_copy(env: Any, new: str, n_bytes: int, shown: str) -> None:
     """Compare keys, lengths and small values; raises `Corrupt`."""
     try:
         copied = lmdb.open(
@@ -208,7 +208,7 @@ def _check_copy(env: Any, new: str, n_bytes: int, shown: str) -> None:
     except lmdb.Error as error:
         raise translate(error, shown) from error
     if not same:
-        raise Corrupt(f"{shown}: the compacted copy has not what the archive has; verify it")
+        raise Corrupt(f"{shown}: the copy has not what the archive has; verify it")
 
 
 def _is_same(env: Any, copied: Any) -> bool:
@@ -221,7 +221,8 @@ def _is_same(env: Any, copied: Any) -> bool:
     return bool(env.stat()["entries"] == copied.stat()["entries"])
 
 
-def _give_owner(fd: int, like: os.stat_result) -> None:
+def give_owner(fd: int, like: os.stat_result) -> None:
+    """Give a file the owner, as far as that is allowed, and the rights of another."""
     with contextlib.suppress(PermissionError):
         os.fchown(fd, like.st_uid, like.st_gid)
     os.fchmod(fd, stat.S_IMODE(like.st_mode))
@@ -239,10 +240,10 @@ def _swap(directory: str) -> None:
         fd = os.open(new_lock, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             os.posix_fallocate(fd, 0, LOCK_BYTES)
-            _give_owner(fd, before)
+            give_owner(fd, before)
         finally:
             os.close(fd)
-        _check_unused(directory)
+        check_unused(directory)
         os.rename(new_lock, lock)
     os.rename(os.path.join(directory, COMPACTED_DATA_FILE), os.path.join(directory, DATA_FILE))
     # If the system dies before this is done, it is the old one or the new one.

@@ -31,7 +31,7 @@ from ._opening import can_map, open_environment
 _RESIZE_TIMEOUT: Final = 10.0
 # How long a new transaction lets go first who waits for that.
 _YIELD_SECONDS: Final = 0.5
-# How long opening waits for a compaction to end, and how often it looks.
+# How long opening waits for a compaction or an upgrade to end, and how often it looks.
 _COMPACTION_TIMEOUT: Final = 5.0
 _COMPACTION_PAUSE: Final = 0.02
 # What an archive beyond its limit may grow by, since removing changes pages too.
@@ -347,7 +347,7 @@ def acquire(path: str, *, create: bool, map_size: int | None, shown: str) -> Env
             break
         except BlockingIOError:
             if time.monotonic() > deadline:
-                raise Locked(f"{shown}: is being compacted; try again later") from None
+                raise Locked(f"{shown}: is being compacted or upgraded; try again later") from None
         finally:
             _settle()
         time.sleep(_COMPACTION_PAUSE)

@@ -1,7 +1,7 @@
-"""Who has an archive open: a shared ``flock`` on ``open.lock``, which compaction takes alone.
+"""Who has an archive open: a shared ``flock`` on ``open.lock``, or that of who wants it alone.
 
 The file is empty and stays. Where it can be neither made nor opened (another user's directory, a
-full disk) an archive is opened without; compaction then asks LMDB's own locks as well.
+full disk) an archive is opened without; compaction and upgrades then ask LMDB's own locks as well.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import os
 import weakref
+from collections.abc import Iterator
 from typing import Final
 
 OPEN_LOCK: Final = "open.lock"
@@ -38,11 +39,14 @@ class OpenLock:
 
 
 _held: weakref.WeakSet[OpenLock] = weakref.WeakSet()
+#: Archives that this process has locked and opens without.
+_alone: set[str] = set()
 
 
 def _after_fork_in_child() -> None:
     for lock in list(_held):
         lock._forget_in_child()
+    _alone.clear()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
@@ -54,8 +58,10 @@ def share(directory: str) -> OpenLock | None:
     Raises
     ------
     BlockingIOError
-        It is being compacted.
+        It is being compacted or upgraded.
     """
+    if directory in _alone:
+        return None  # this process has locked out all others
     path = os.path.join(directory, OPEN_LOCK)
     for flags in (os.O_CREAT, 0):
         try:
@@ -82,6 +88,18 @@ def exclude(directory: str) -> OpenLock:
     if lock is None:
         raise OSError("no locks on this file system")
     return lock
+
+
+@contextlib.contextmanager
+def alone(directory: str) -> Iterator[None]:
+    """Keep other processes from opening an archive while this one does; errors of `exclude`."""
+    lock = exclude(directory)
+    _alone.add(directory)
+    try:
+        yield
+    finally:
+        _alone.discard(directory)
+        lock.release()
 
 
 def _lock(fd: int, how: int) -> OpenLock | None:

@@ -10,7 +10,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from typing import Any
@@ -264,6 +264,35 @@ class LmdbBackend:
                 txn.put(key, bytes(txn.get(key) or b""))
         environment.reclaimed = last + again
         return has_reader_before(environment, last + again)
+
+    def back_up(self, place: str, progress: Callable[[int, int], object] | None = None) -> None:
+        """Make `place` an archive that has what is committed here; whole and durable, or not there.
+
+        Inside a write transaction, that is what was there when it began.
+
+        Parameters
+        ----------
+        place
+            A directory that does not exist yet.
+        progress
+            As for `kvstore.compact`.
+
+        Raises
+        ------
+        Full
+            No space.
+        InvalidArgument
+            Something is there, or nothing can be.
+        Corrupt
+            The copy does not read like the archive.
+        """
+        from ._backup import back_up
+
+        self._environment.enter()
+        try:
+            back_up(self._environment, os.path.abspath(place), self._path, progress)
+        finally:
+            self._environment.leave()
 
     def note_use(self, session_id: int) -> None:
         self._uses.note(session_id)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from kvtools.command import Command, add_archive
-from kvtools.values import quota
+from kvtools.values import path, quota
 
 
 def _add_ls(parser: argparse.ArgumentParser) -> None:
@@ -42,6 +42,18 @@ def _add_quota(parser: argparse.ArgumentParser) -> None:
         metavar="BYTES",
         help="such as 500M or 10G (powers of 1000), 1.5GiB (of 1024), or none (default: show it)",
     )
+
+
+def _add_upgrade(parser: argparse.ArgumentParser) -> None:
+    add_archive(parser)
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument(
+        "--backup",
+        type=path,
+        metavar="DIR",
+        help="put the copy there, where nothing is yet (default: ARCHIVE.backup-formatN beside it)",
+    )
+    where.add_argument("--no-backup", action="store_true", help="keep no copy")
 
 
 COMMANDS = {
@@ -86,6 +98,12 @@ COMMANDS = {
         "Give free space back to the file system, while nobody has the archive open.",
         add_archive,
         "kvstore compact chats.kv",
+    ),
+    "upgrade": Command(
+        "upkeep",
+        "Bring an archive of an older release to the newest format; keeps a copy of the old one.",
+        _add_upgrade,
+        "kvstore upgrade chats.kv --backup /backups/chats-old.kv",
     ),
     "quota": Command(
         "quota",

@@ -37,8 +37,9 @@ ADVICE = {
     "replace=True replaces it": "--replace replaces it",
     "to go on in this session, truncate it": "kvstore trim --to rolls this one back",
     "; commit first what was appended": "",
-    "open it with mode='a' once, or run kvstore reindex": "kvstore reindex makes it",
+    "open it with mode='a' once, or run kvstore upgrade": "kvstore upgrade makes it",
     ", or None": ", or none",
+    "use backup=False": "use --no-backup",
     "unpin or delete sessions, close appenders, or raise the quota": "make room with kvstore pin "
     "--off, kvstore rm or a larger kvstore quota, or end what is appending to sessions",
 }

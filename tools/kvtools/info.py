@@ -12,6 +12,7 @@ from typing import Any
 import kvstore
 from kvstore import ArchiveInfo, Model, SessionInfo, StreamInfo
 from kvstore.backend import ReaderInfo
+from kvstore.versions import FORMAT_VERSION
 from kvtools.terminal import (
     count_text,
     date_text,
@@ -47,6 +48,7 @@ def run_info(args: argparse.Namespace) -> int:
             {
                 "path": about.path,
                 "backend": about.backend,
+                "format": about.format,
                 "writer": about.writer,
                 "created": about.created,
                 "n_sessions": about.n_sessions,
@@ -77,6 +79,7 @@ def _show_archive(about: ArchiveInfo) -> None:
     pairs = [
         ("archive", about.path),
         ("backend", about.backend),
+        ("format", format_text(about.format)),
         ("sessions", f"{about.n_sessions}{pinned}"),
         ("file", f"{size_text(about.file_bytes)}, {size_text(about.free_bytes)} of it free"),
         ("used", size_text(about.used_bytes)),
@@ -88,6 +91,12 @@ def _show_archive(about: ArchiveInfo) -> None:
     if about.readers:
         pairs.append(("oldest reader", _reader_text(about.readers[0])))
     show_pairs(pairs)
+
+
+def format_text(version: int) -> str:
+    """Write the version of the archive format, and what to do about an old one."""
+    new = f", {FORMAT_VERSION} is the newest: `kvstore upgrade` makes it that"
+    return f"{version}{new if version < FORMAT_VERSION else ''}"
 
 
 def _reader_text(reader: ReaderInfo) -> str:

@@ -1,4 +1,4 @@
-"""`kvstore verify`, `gc`, `reindex`, `compact`: what keeps an archive sound and small."""
+"""`kvstore verify`, `gc`, `reindex`, `compact`, `upgrade`: what keeps an archive sound."""
 
 from __future__ import annotations
 
@@ -81,3 +81,34 @@ def run_compact(args: argparse.Namespace) -> int:
     elif not args.quiet:
         print(f"{args.archive}: {size_text(before)} before, {size_text(after)} now")
     return 0
+
+
+def run_upgrade(args: argparse.Namespace) -> int:
+    """Upgrade the format; print one line per error and exit with 1 if there is any."""
+    backup = not args.no_backup if args.backup is None else args.backup
+    with progress("backup", quiet=args.quiet or args.json) as advance:
+        done = kvstore.upgrade(args.archive, backup=backup, progress=advance)
+    if args.json:
+        show_json(
+            {
+                "archive": args.archive,
+                "format_before": done.before,
+                "format_after": done.after,
+                "backup": done.backup,
+                "n_sessions": done.n_sessions,
+                "errors": [{"kind": type(e).__name__, "message": str(e)} for e in done.problems],
+            }
+        )
+        return 1 if done.problems else 0
+    for error in done.problems:
+        print(plain(" ".join(f"{type(error).__name__}: {error}".split())))
+    if not args.quiet:
+        if done.before == done.after:
+            text = f"format {done.after} is the newest there is; nothing to do"
+        else:
+            sessions = count_text(done.n_sessions, "session")
+            text = f"format {done.before} before, {done.after} now; {sessions}"
+        print(f"{args.archive}: {text}")
+        if done.backup is not None:
+            print(f"{done.backup}: the archive as it was")
+    return 1 if done.problems else 0
