@@ -1,0 +1,331 @@
+"""The codec that zarr loads by itself: plain `zarr.open` reads the arrays of an archive.
+
+The only module that imports zarr. What chunks are made of is in `zarr_frames`.
+
+zarr hands a codec one chunk at a time and never says which. So a reader checks what a frame says
+of itself (layer, kind, stream, number of tokens), but not that it is the right one of its array:
+archives do, with their own reader. A chunk that is missing reads as the fill value, which is NaN.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple, Self
+
+import numpy as np
+import numpy.typing as npt
+from zarr.abc.codec import (
+    ArrayBytesCodec,
+    ArrayBytesCodecPartialDecodeMixin,
+    ArrayBytesCodecPartialEncodeMixin,
+)
+from zarr.abc.store import ByteGetter, ByteSetter
+from zarr.core.array_spec import ArraySpec
+from zarr.core.buffer import Buffer, NDBuffer, cpu
+from zarr.storage import StorePath
+
+from .errors import Corrupt, InvalidArgument, Unsupported
+from .spec import Kind, StreamSpec
+from .zarr_configuration import NAME, ArchiveArray, OwnArray, check_header
+from .zarr_frames import Shape, decode_archived, decode_own, encode_own
+
+#: Stream headers that were read from arrays of their own, by tag.
+_fetched: dict[int, bytes] = {}
+_MOST_FETCHED: Final = 256
+
+
+class _Decoded(cpu.NDBuffer):
+    """A decoded chunk. zarr merges a partial write into a copy, which is of this class as well."""
+
+
+class _Elsewhere(NamedTuple):
+    """A stream header that is in another array and has not been read yet."""
+
+    array: str
+    tag: int
+
+    def place(self, byte_getter: Any) -> StorePath:
+        """Return where the header is, next to the array whose chunk `byte_getter` gets."""
+        parts = byte_getter.path.split("/") if isinstance(byte_getter, StorePath) else []
+        if len(parts) < 5 or parts[-4] != "c":  # array, c, head, token, channel
+            raise self.out_of_reach()
+        key = "/".join([*parts[:-5], self.array, "c", "0"])
+        return StorePath(byte_getter.store, key)
+
+    def check(self, place: StorePath, data: Buffer | None) -> bytes:
+        """Return the header that was read, and remember it."""
+        if data is None:
+            raise Corrupt(f"{NAME}: {place.path}: missing; it holds the stream header")
+        header = check_header(data.as_numpy_array().tobytes(), self.tag, place.path)
+        while len(_fetched) >= _MOST_FETCHED:
+            _fetched.pop(next(iter(_fetched)), None)
+        _fetched[self.tag] = header
+        return header
+
+    def out_of_reach(self) -> Unsupported:
+        return Unsupported(
+            f"{NAME}: the stream header is in the array {self.array!r} of the same group, which is "
+            "out of reach from here; open the whole group, and the array in it"
+        )
+
+
+def _header_of(array: ArchiveArray | OwnArray) -> bytes | _Elsewhere:
+    """Return the stream header, empty where each chunk has its own."""
+    if isinstance(array, OwnArray):
+        return b""
+    if array.header is not None:
+        return array.header
+    here = _fetched.get(array.header_tag)
+    return _Elsewhere(str(array.header_array), array.header_tag) if here is None else here
+
+
+@dataclass(frozen=True, init=False)
+class FrameCodec(
+    ArrayBytesCodec, ArrayBytesCodecPartialDecodeMixin, ArrayBytesCodecPartialEncodeMixin
+):
+    """Chunks that are our blocks, as a zarr serializer.
+
+    For an array of your own, ``[heads][tokens][head_dim]`` of float16 or float32, with chunks that
+    span heads and head_dim. Only whole chunks can be written: a partial write would decode and
+    quantise again what it does not touch. Each chunk is coded by itself; the arrays of an archive
+    are smaller, and only `session.append` writes them.
+
+    Parameters
+    ----------
+    codec
+        ``"tkv1"``, ``"kvr1"`` or ``"raw"``.
+    kind
+        ``"k"`` (give K before RoPE) or ``"v"``.
+    step
+        Quantiser step: values come back within half of it; float16 adds half a unit in the last
+        place.
+    rel_step
+        The step as a fraction of the RMS of each chunk. Give one of both; none for raw.
+
+    Raises
+    ------
+    InvalidArgument
+        A value out of range.
+
+    Examples
+    --------
+    >>> import numpy as np, zarr
+    >>> array = zarr.create_array(
+    ...     {}, shape=(1, 256, 64), chunks=(1, 128, 64), dtype="float16", fill_value=float("nan"),
+    ...     serializer=FrameCodec(codec="kvr1", kind="v", step=0.25), compressors=None)
+    >>> array[:, :128] = np.ones((1, 128, 64), "float16")
+    >>> float(array[0, 100, 7])
+    1.0
+    """
+
+    array: ArchiveArray | OwnArray
+    is_fixed_size = False
+
+    def __init__(
+        self, *, codec: str, kind: Kind, step: float | None = None, rel_step: float | None = None
+    ) -> None:
+        object.__setattr__(self, "array", OwnArray(codec, kind, step, rel_step))
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Self:
+        """Return the codec of a `zarr.json`; `Corrupt`, `InvalidArgument` or `Unsupported`."""
+        configuration = data.get("configuration") or {}
+        kind = ArchiveArray if "archive" in configuration else OwnArray
+        codec = cls.__new__(cls)
+        object.__setattr__(codec, "array", kind.from_json(configuration))
+        return codec
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the entry of `zarr.json`."""
+        return {"name": NAME, "configuration": self.array.to_json()}
+
+    def compute_encoded_size(self, input_byte_length: int, chunk_spec: ArraySpec) -> int:
+        """Raise: the size depends on the values."""
+        raise NotImplementedError
+
+    def evolve_from_array_spec(self, array_spec: ArraySpec) -> Self:
+        """Return the codec itself, once it has checked what zarr tells of an array inside shards.
+
+        Raises
+        ------
+        InvalidArgument
+            As `validate`.
+        """
+        self._check(array_spec.shape, array_spec.dtype)
+        return self
+
+    def validate(self, *, shape: tuple[int, ...], dtype: Any, chunk_grid: Any) -> None:
+        """Check array and chunks; zarr asks before it creates, opens or resizes an array.
+
+        Raises
+        ------
+        InvalidArgument
+            Not ``[heads][tokens][head_dim]`` of float16 or float32, chunks that do not span heads
+            and head_dim or do not fill the array, or another length than the archive's.
+        """
+        heads, tokens, head_dim = self._check(shape, dtype)
+        chunk = getattr(chunk_grid, "chunk_shape", None)
+        if chunk is None or (chunk[0], chunk[2]) != (heads, head_dim) or tokens % chunk[1]:
+            raise InvalidArgument(
+                f"{NAME}: chunks of {chunk} in an array of {shape}: make them span heads and "
+                "head_dim, and tokens a multiple of theirs"
+            )
+        if isinstance(self.array, ArchiveArray) and self.array.tokens not in (None, tokens):
+            raise InvalidArgument(
+                f"{NAME}: {tokens} tokens, but the archive has {self.array.tokens}; only "
+                "session.append of kvstore makes its arrays longer"
+            )
+
+    def _check(self, shape: tuple[int, ...], dtype: Any) -> Shape:
+        native = dtype.to_native_dtype()
+        if native.kind != "f" or native.itemsize not in (2, 4):
+            raise InvalidArgument(f"{NAME}: dtype {native}, expected float16 or float32")
+        if len(shape) != 3:
+            raise InvalidArgument(f"{NAME}: shape {shape}, expected (heads, tokens, head_dim)")
+        heads, tokens, head_dim = shape
+        StreamSpec(self.array.kind, heads, head_dim)
+        return heads, tokens, head_dim
+
+    def _decode_sync(self, chunk_data: Buffer, chunk_spec: ArraySpec) -> NDBuffer:
+        header = _header_of(self.array)
+        if isinstance(header, _Elsewhere):
+            raise header.out_of_reach()
+        x = self._decode(chunk_data, chunk_spec, slice(0, chunk_spec.shape[1]), header)
+        if chunk_spec.prototype.nd_buffer is cpu.NDBuffer:
+            return _Decoded.from_numpy_array(x)
+        return chunk_spec.prototype.nd_buffer.from_numpy_array(x)
+
+    async def _decode_single(self, chunk_data: Buffer, chunk_spec: ArraySpec) -> NDBuffer:
+        return await asyncio.to_thread(self._decode_sync, chunk_data, chunk_spec)
+
+    async def _decode_partial_single(
+        self, byte_getter: ByteGetter, selection: Any, chunk_spec: ArraySpec
+    ) -> NDBuffer | None:
+        data = await byte_getter.get(chunk_spec.prototype)
+        if data is None:
+            return None
+        header = _header_of(self.array)
+        if isinstance(header, _Elsewhere):
+            place = header.place(byte_getter)
+            header = header.check(place, await place.get(chunk_spec.prototype))
+        return await asyncio.to_thread(self._part, data, selection, chunk_spec, header)
+
+    def _decode_partial_sync(
+        self, byte_getter: Any, selection: Any, chunk_spec: ArraySpec
+    ) -> NDBuffer | None:
+        data = byte_getter.get_sync(prototype=chunk_spec.prototype)
+        if data is None:
+            return None
+        header = _header_of(self.array)
+        if isinstance(header, _Elsewhere):
+            place: Any = header.place(byte_getter)
+            header = header.check(place, place.get_sync(prototype=chunk_spec.prototype))
+        return self._part(data, selection, chunk_spec, header)
+
+    def _part(self, data: Buffer, selection: Any, chunk_spec: ArraySpec, header: bytes) -> NDBuffer:
+        """Decode the tokens that a selection touches, and select."""
+        selection = selection if isinstance(selection, tuple) else (selection,)
+        rows = slice(0, chunk_spec.shape[1])
+        if len(selection) == 3:
+            rows, tokens = _rows(selection[1], chunk_spec.shape[1])
+            selection = (selection[0], tokens, selection[2])
+        x = self._decode(data, chunk_spec, rows, header)
+        return chunk_spec.prototype.nd_buffer.from_numpy_array(np.asarray(x[selection]))
+
+    def _decode(
+        self, data: Buffer, chunk_spec: ArraySpec, rows: slice, header: bytes
+    ) -> npt.NDArray[Any]:
+        heads, tokens, head_dim = chunk_spec.shape
+        dtype: np.dtype[Any] = chunk_spec.dtype.to_native_dtype()
+        native = dtype.newbyteorder("=")
+        source, shape = data.as_numpy_array(), (heads, tokens, head_dim)
+        if isinstance(self.array, OwnArray):
+            x = decode_own(self.array, source, shape, rows, native)
+        else:
+            x = decode_archived(self.array, header, source, shape, rows, native)
+        return x.astype(dtype, copy=False)
+
+    def _encode_sync(self, chunk_data: NDBuffer, chunk_spec: ArraySpec) -> Buffer:
+        array = self._own()
+        if isinstance(chunk_data, _Decoded):
+            raise _partial(chunk_spec)
+        data = encode_own(array, chunk_data.as_numpy_array())
+        return chunk_spec.prototype.buffer.from_bytes(data)
+
+    async def _encode_single(self, chunk_data: NDBuffer, chunk_spec: ArraySpec) -> Buffer:
+        return await asyncio.to_thread(self._encode_sync, chunk_data, chunk_spec)
+
+    # With these two zarr hands over what is written and where to, and merges nothing by itself.
+
+    async def _encode_partial_single(
+        self, byte_setter: ByteSetter, chunk_array: NDBuffer, selection: Any, chunk_spec: ArraySpec
+    ) -> None:
+        chunk = self._whole(chunk_array, selection, chunk_spec)
+        if chunk is None:
+            await byte_setter.delete()
+        else:
+            await byte_setter.set(await self._encode_single(chunk, chunk_spec))
+
+    def _encode_partial_sync(
+        self, byte_setter: Any, value: NDBuffer, selection: Any, chunk_spec: ArraySpec
+    ) -> None:
+        chunk = self._whole(value, selection, chunk_spec)
+        if chunk is None:
+            byte_setter.delete_sync()
+        else:
+            byte_setter.set_sync(self._encode_sync(chunk, chunk_spec))
+
+    def _whole(self, value: NDBuffer, selection: Any, chunk_spec: ArraySpec) -> NDBuffer | None:
+        """Return the chunk that is written, None if it is all fill value and zarr keeps none."""
+        self._own()
+        x, shape = value.as_numpy_array(), chunk_spec.shape
+        if not _is_whole(selection, shape) or x.size not in (1, math.prod(shape)):
+            raise _partial(chunk_spec)
+        x = np.broadcast_to(x, shape) if x.size == 1 else x.reshape(shape)
+        chunk = chunk_spec.prototype.nd_buffer.from_numpy_array(x)
+        keep = chunk_spec.config.write_empty_chunks or not chunk.all_equal(chunk_spec.fill_value)
+        return chunk if keep else None
+
+    def _own(self) -> OwnArray:
+        if isinstance(self.array, OwnArray):
+            return self.array
+        raise InvalidArgument(
+            f"{NAME}: this array belongs to an archive of kvstore and cannot be written with zarr; "
+            "open the archive and use session.append"
+        )
+
+
+def _partial(chunk_spec: ArraySpec) -> InvalidArgument:
+    return InvalidArgument(
+        f"{NAME}: a chunk of shape {chunk_spec.shape} is written in part, which would quantise the "
+        "rest of it again; write whole chunks, with slices"
+    )
+
+
+def _is_whole(selection: Any, shape: tuple[int, ...]) -> bool:
+    """Whether a selection of slices and integers is the whole chunk, in order."""
+    selection = selection if isinstance(selection, tuple) else (selection,)
+    if len(selection) != len(shape):
+        return False
+    for part, size in zip(selection, shape, strict=True):
+        if isinstance(part, slice):
+            if part.indices(size) != (0, size, 1):
+                return False
+        elif not isinstance(part, int | np.integer) or size != 1:
+            return False
+    return True
+
+
+def _rows(part: Any, n_tokens: int) -> tuple[slice, Any]:
+    """Return the tokens that a selection of one axis touches, and the selection among them."""
+    if isinstance(part, slice):
+        steps = range(*part.indices(n_tokens))
+        lo, hi = (steps[0], steps[-1] + 1) if steps else (0, 0)
+        return slice(lo, hi), slice(None, None, steps.step)
+    index = np.asarray(part)
+    if index.dtype == np.bool_:
+        index = np.flatnonzero(index)
+    lo, hi = (int(index.min()), int(index.max()) + 1) if index.size else (0, 0)
+    return slice(lo, hi), index - lo

@@ -1,0 +1,284 @@
+"""The configuration of our codec in `zarr.json`: of an archive's arrays, and of anybody's own.
+
+Nothing here imports zarr, so that archives can write their metadata without it.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from .codec import CodecConfig, codec_by_name
+from .errors import Corrupt, InvalidArgument, Unsupported
+from .frame import header_tag
+from .kvr1 import KVR1
+from .raw import Raw
+from .rope import Rope, RopeStyle
+from .spec import KINDS, Kind, StreamSpec
+from .tkv1 import TKV1
+
+#: Name of the codec in `zarr.json`.
+NAME: Final = "kvstore.frame"
+#: Stream headers up to here are kept in the configuration, larger ones in an array of their own.
+MOST_HEADER_BYTES: Final = 1 << 16
+
+_ARCHIVE_KEYS: Final = {"codec", "kind", "layer", "header_tag", "archive"}
+_MORE_ARCHIVE_KEYS: Final = {"header", "header_array", "rope", "tokens"}
+_OWN_KEYS: Final = {"codec", "kind", "step", "rel_step"}
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelOrder:
+    """Which channels of K a RoPE pairs: the order of coded channels depends on it, nothing else."""
+
+    n_pairs: int
+    style: RopeStyle
+
+    def rope(self) -> Rope:
+        """Return a RoPE of this order, of no frequencies that mean anything."""
+        return Rope(np.ones(self.n_pairs, np.float32), style=self.style)
+
+
+@dataclass(frozen=True, slots=True)
+class ArchiveArray:
+    """How the chunks of an archive's array are coded.
+
+    Attributes
+    ----------
+    codec, kind, layer
+        What every frame of the array must say.
+    header_tag
+        Of the stream header, as in the frames.
+    header
+        The stream header; None when `header_array` has it.
+    header_array
+        Name of an array in the same group: one dimension of uint8, one chunk that is the header as
+        it is.
+    order
+        The RoPE's channel order, if it is not that of the tensor.
+    tokens
+        Length of the array; None leaves it open. zarr validates a new shape before it changes or
+        deletes anything, so with it an array cannot be resized behind its archive's back.
+    """
+
+    codec: str
+    kind: Kind
+    layer: int
+    header_tag: int
+    header: bytes | None = None
+    header_array: str | None = None
+    order: ChannelOrder | None = None
+    tokens: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the configuration of the codec in `zarr.json`."""
+        data: dict[str, Any] = {"archive": True, "codec": self.codec, "kind": self.kind}
+        data["layer"] = self.layer
+        data["header_tag"] = f"{self.header_tag:016x}"
+        if self.header is not None:
+            data["header"] = base64.b64encode(self.header).decode("ascii")
+        if self.header_array is not None:
+            data["header_array"] = self.header_array
+        if self.order is not None:
+            data["rope"] = {"n_pairs": self.order.n_pairs, "style": self.order.style}
+        if self.tokens is not None:
+            data["tokens"] = self.tokens
+        return data
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> ArchiveArray:
+        """Return what `to_json` described.
+
+        Raises
+        ------
+        Corrupt
+            A key is missing or malformed, or the stream header is not the one that is meant.
+        Unsupported
+            A codec or key that this release does not know.
+        """
+        unknown = sorted(set(data) - _ARCHIVE_KEYS - _MORE_ARCHIVE_KEYS)
+        if unknown:
+            raise Unsupported(f"{NAME}: configuration with {', '.join(unknown)}; upgrade")
+        for key, kind in (("codec", str), ("kind", str), ("layer", int), ("header_tag", str)):
+            if type(data.get(key)) is not kind:
+                raise Corrupt(f"{NAME}: {key} {data.get(key)!r} in the configuration")
+        if data.get("archive") is not True or data["kind"] not in KINDS or data["layer"] < 0:
+            found = {key: data.get(key) for key in ("archive", "kind", "layer")}
+            raise Corrupt(f"{NAME}: {found} in the configuration")
+        codec_by_name(data["codec"])
+        tag = _tag(data["header_tag"])
+        tokens = data.get("tokens")
+        if not (tokens is None or (type(tokens) is int and tokens >= 0)):
+            raise Corrupt(f"{NAME}: tokens {tokens!r} in the configuration")
+        header, name = data.get("header"), data.get("header_array")
+        if (header is None) == (name is None):
+            raise Corrupt(f"{NAME}: the configuration needs one of header and header_array")
+        return cls(
+            data["codec"],
+            "k" if data["kind"] == "k" else "v",
+            data["layer"],
+            tag,
+            None if header is None else check_header(_bytes(header), tag, "header"),
+            None if name is None else _name(name),
+            _order(data.get("rope")),
+            tokens,
+        )
+
+    def spec(self, heads: int, head_dim: int) -> StreamSpec:
+        """Return the stream; `Corrupt` if these sizes cannot be its."""
+        rope = None if self.order is None else self.order.rope()
+        try:
+            return StreamSpec(self.kind, heads, head_dim, rope)
+        except InvalidArgument as error:
+            raise Corrupt(f"{NAME}: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class OwnArray:
+    """How the chunks of an array outside of archives are coded, each by itself.
+
+    Attributes
+    ----------
+    codec
+        ``"tkv1"``, ``"kvr1"`` or ``"raw"``.
+    kind
+        ``"k"`` or ``"v"``.
+    step
+        Quantiser step: values come back within half of it.
+    rel_step
+        The step as a fraction of the RMS of each chunk. One of both, none for raw.
+
+    Raises
+    ------
+    InvalidArgument
+        A value out of range.
+    Unsupported
+        A codec that this release does not know.
+    """
+
+    codec: str
+    kind: Kind
+    step: float | None = None
+    rel_step: float | None = None
+
+    def __post_init__(self) -> None:
+        codec_by_name(self.codec)
+        if self.kind not in KINDS:
+            raise InvalidArgument(f"{NAME}: kind {self.kind!r}, expected 'k' or 'v'")
+        n_steps = (self.step is not None) + (self.rel_step is not None)
+        if self.codec == "raw" and n_steps:
+            raise InvalidArgument(f"{NAME}: raw keeps values as they are; give it no step")
+        if self.codec != "raw" and n_steps != 1:
+            raise InvalidArgument(f"{NAME}: {self.codec} needs one of step and rel_step")
+        self.asked("float32")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the configuration of the codec in `zarr.json`."""
+        data: dict[str, Any] = {"codec": self.codec, "kind": self.kind}
+        if self.step is not None:
+            data["step"] = float(self.step)
+        if self.rel_step is not None:
+            data["rel_step"] = float(self.rel_step)
+        return data
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> OwnArray:
+        """Return what `to_json` described; `InvalidArgument` or `Unsupported`."""
+        unknown = sorted(set(data) - _OWN_KEYS)
+        if unknown:
+            raise Unsupported(f"{NAME}: configuration with {', '.join(unknown)}; upgrade")
+        if not isinstance(data.get("codec"), str):
+            raise InvalidArgument(f"{NAME}: codec {data.get('codec')!r} in the configuration")
+        return cls(data["codec"], data.get("kind", ""), data.get("step"), data.get("rel_step"))
+
+    def asked(self, dtype: str) -> CodecConfig:
+        """Return what is asked of the codec for chunks of a dtype."""
+        if self.codec == "raw":
+            return Raw(dtype)
+        # No sinks: whether a chunk is the first of its array is not known to whoever codes it.
+        quantiser = TKV1 if self.codec == "tkv1" else KVR1
+        return quantiser(step=self.step, rel_step=self.rel_step, sink=0)
+
+
+def archive_configuration(
+    spec: StreamSpec,
+    codec: str,
+    layer: int,
+    header: bytes,
+    *,
+    tokens: int | None,
+    header_array: str | None = None,
+) -> dict[str, Any]:
+    """Return the configuration of `NAME` for an archive's array.
+
+    Parameters
+    ----------
+    spec
+        The stream.
+    codec
+        Name of its codec.
+    layer
+        Layer index.
+    header
+        The stream header as the codec packed it.
+    tokens
+        Length of the array, which must not differ from its shape; None within shards, where zarr
+        validates a codec with the shape of a chunk.
+    header_array
+        Name of the array in the same group that holds `header`. Needed beyond `MOST_HEADER_BYTES`;
+        not within shards, where a codec cannot read other objects.
+    """
+    order = None
+    if spec.rope is not None and not spec.rope.keeps_order(spec.head_dim):
+        order = ChannelOrder(spec.rope.n_pairs, spec.rope.style)
+    inline = None if header_array is not None else header
+    array = ArchiveArray(
+        codec, spec.kind, layer, header_tag(header), inline, header_array, order, tokens
+    )
+    return array.to_json()
+
+
+def check_header(header: bytes, tag: int, where: str) -> bytes:
+    """Return a stream header; `Corrupt` if it is not the one with this tag."""
+    if header_tag(header) != tag:
+        raise Corrupt(
+            f"{NAME}: {where}: the stream header has tag {header_tag(header):016x}, the "
+            f"configuration says {tag:016x}"
+        )
+    return header
+
+
+def _tag(text: str) -> int:
+    if len(text) == 16 and set(text) <= set("0123456789abcdef"):
+        return int(text, 16)
+    raise Corrupt(f"{NAME}: header_tag {text!r}, expected 16 hex digits")
+
+
+def _bytes(text: object) -> bytes:
+    try:
+        if isinstance(text, str):
+            return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise Corrupt(f"{NAME}: header: {error}") from error
+    raise Corrupt(f"{NAME}: header {text!r} is not base64")
+
+
+def _name(name: object) -> str:
+    if isinstance(name, str) and name not in ("", ".", "..") and "/" not in name:
+        return name
+    raise Corrupt(f"{NAME}: header_array {name!r} is no name of an array in the same group")
+
+
+def _order(data: object) -> ChannelOrder | None:
+    if data is None:
+        return None
+    if isinstance(data, Mapping) and set(data) == {"n_pairs", "style"}:
+        n_pairs, style = data["n_pairs"], data["style"]
+        if type(n_pairs) is int and 1 <= n_pairs <= 1 << 15 and style in ("half", "interleaved"):
+            return ChannelOrder(n_pairs, style)
+    raise Corrupt(f"{NAME}: rope {data!r} in the configuration")
