@@ -29,6 +29,8 @@ from .archive import Archive
 from .identity import LayerSpec, Model, Shard
 from .info import ArchiveInfo, SessionInfo, StreamInfo
 from .matching import Match
+from .migrating import Migrated
+from .migration import migrate
 from .opening import compact, open
 from .relocation import AppendedRange
 from .session import Session
@@ -51,6 +53,7 @@ __all__ = [
     "LayerSpec",
     "Locked",
     "Match",
+    "Migrated",
     "Model",
     "NotFound",
     "Raw",
@@ -65,6 +68,7 @@ __all__ = [
     "Upgraded",
     "__version__",
     "compact",
+    "migrate",
     "open",
     "upgrade",
 ]

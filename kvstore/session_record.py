@@ -110,6 +110,8 @@ class SessionRecord:
         appended from elsewhere end it; None for all.
     n_rollbacks
         How often tokens were taken back.
+    n_recoded
+        How often a migration has coded all of it anew: recorded errors are bounds then.
     has_ids
         Whether token ids are stored.
     post
@@ -136,6 +138,7 @@ class SessionRecord:
     first: int = 0
     n_faithful: int | None = None
     n_rollbacks: int = 0
+    n_recoded: int = 0
     has_ids: bool = False
     post: bool = False
     pinned: bool = False
@@ -177,6 +180,7 @@ class SessionRecord:
             "parts": [_pack_part(part, streams) for part in self.parts],
             "first": self.first,
             "rollbacks": self.n_rollbacks,
+            "recoded": self.n_recoded,
             "ids": int(self.has_ids),
             "post": int(self.post),
             "pinned": int(self.pinned),
@@ -294,6 +298,7 @@ def _session(data: dict[str, Any], names: list[StreamName], where: str) -> Sessi
             first=_tokens(data.get("first", 0)),
             n_faithful=None if faithful is None else _tokens(faithful),
             n_rollbacks=read_count(data.get("rollbacks", 0)),
+            n_recoded=read_count(data.get("recoded", 0)),
             has_ids=bool(data.get("ids", 0)),
             post=bool(data.get("post", 0)),
             pinned=bool(data.get("pinned", 0)),

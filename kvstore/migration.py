@@ -1,0 +1,198 @@
+"""Moving sessions from one archive to another, whatever backends the two have.
+
+With the codec that a session has its frames move byte for byte (`moving`); for another one it is
+decoded and coded anew (`recoding`). All of it is of one snapshot of the source. An archive that is
+there gets one whole session after the other (`adding`); a new one is built under another name, or
+without the record that makes it an archive (`building`), and appears when all of it is there and
+has been read again. Killed at any point, it goes on where it was when it is asked to resume.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+from kvcodecs.codec import CodecConfig
+from kvcodecs.errors import InvalidArgument, KvError, NotFound
+from kvcodecs.spec import Kind
+
+from .adding import Adding
+from .archive import Archive
+from .backend import check_timeout, open_backend
+from .building import Building
+from .catalog import Catalog
+from .destination import Place, check_apart, move_into_place, partial_folder
+from .layout import check_configs, check_threads
+from .migrating import Migrated, Progress
+from .migration_plan import Plan
+from .moving import Target
+from .opening import open as open_archive
+
+#: Options of `kvstore.open` that are not the backend's.
+_NOT_OF_BACKENDS = ("lock_timeout", "lease_seconds", "quota_bytes")
+
+
+def migrate(
+    src: str | os.PathLike[str] | Archive,
+    dst: str | os.PathLike[str] | Archive,
+    *,
+    sessions: str | Iterable[str] | None = None,
+    codec: CodecConfig | Mapping[Kind, CodecConfig] | None = None,
+    workers: int | None = None,
+    resume: bool = False,
+    verify: bool = True,
+    dask: str | None = None,
+    lock_timeout: float = 10.0,
+    src_options: Mapping[str, Any] | None = None,
+    dst_options: Mapping[str, Any] | None = None,
+    progress: Progress | None = None,
+) -> Migrated:
+    """Copy sessions from one archive into another, which begins with them if there is none.
+
+    Parameters
+    ----------
+    src, dst
+        Paths and addresses as `kvstore.open` takes them, or open archives. They may have different
+        backends.
+    sessions
+        Names, or patterns with ``*``, ``?`` and ``[...]``; None for all sessions.
+    codec
+        What the sessions shall be coded with; those that are keep their bytes, others are decoded
+        and coded anew, and their frames then say how large the error of both codings can be at
+        most. None keeps every byte of every session.
+    workers
+        Threads that code streams; None for one per CPU. Moving needs none.
+    resume
+        Go on with what a migration left that was killed: its new archive in ``DST.partial``, or
+        sessions that `dst` has already and that are the same. Without it both are refused.
+    verify
+        Read everything again before it is published: moved sessions are compared byte for byte,
+        others are checked.
+    dask
+        Address of a Dask scheduler, whose workers move and code streams; they must reach both
+        archives under the same names. Needs the extra ``dask``.
+    lock_timeout
+        Seconds that a write waits for other writers.
+    src_options, dst_options
+        What else `kvstore.open` is given.
+    progress
+        Called with bytes of the source that are done, and in all.
+
+    Returns
+    -------
+    Migrated
+        Names, bytes and seconds.
+
+    Raises
+    ------
+    NotFound
+        No archive or no such session.
+    InvalidArgument
+        `dst` is `src` or inside it; has other sessions of these names, or other frames of the
+        same owners; or is the rest of a migration, and `resume` is False.
+    Truncated, Corrupt, Unsupported
+        The source is damaged, or what was written is not what is read again. Nothing of that
+        session is published, and no new archive appears.
+    Full, Locked
+        See `Session.commit`.
+
+    Notes
+    -----
+    While it lasts one snapshot of the source is open, for however long: an LMDB archive that is
+    written to meanwhile does not use space again that is freed meanwhile. Last uses and the quota
+    stay behind; pins, metadata and times move.
+
+    What was moved into a new archive before an error stays in ``DST.partial`` for another try.
+    """
+    started = time.perf_counter()
+    timeout = check_timeout(lock_timeout)
+    codecs = None if codec is None else check_configs(codec)
+    options: dict[str, Any] = {
+        "resume": bool(resume),
+        "verify": bool(verify),
+        "workers": check_threads(workers),
+        "progress": progress,
+        "elsewhere": None,
+    }
+    to_options = {"lock_timeout": timeout, **(dst_options or {})}
+    with ExitStack() as stack:
+        if isinstance(src, Archive):
+            source = src
+        else:
+            from_options = {"snapshot_seconds": math.inf, **(src_options or {})}
+            source = stack.enter_context(open_archive(src, **from_options))
+        place = Place.of(dst.path if isinstance(dst, Archive) else dst)
+        check_apart(Place.of(source.path), place)
+        plan = Plan(source, stack.enter_context(source._read()), sessions, codecs)
+        if isinstance(dst, Archive):
+            done = _add(plan, dst, options)
+        elif (there := place.holds(_of_backend(to_options))) == "archive":
+            open_archive(place.text, **to_options).close()  # so that none begins here
+            archive = stack.enter_context(open_archive(place.text, "a", **to_options))
+            done = _add(plan, archive, options)
+        elif place.folder is None:
+            if there == "partial" and not resume:
+                raise InvalidArgument(
+                    f"{place.text}: has the rest of a migration that did not end; go on with "
+                    "resume=True, or remove it"
+                )
+            done = _build(plan, place, to_options, options)
+        else:
+            done = _build_beside(plan, place, to_options, options)
+    done.seconds = time.perf_counter() - started
+    return done
+
+
+def _of_backend(options: Mapping[str, Any]) -> dict[str, Any]:
+    found = {name: value for name, value in options.items() if name not in _NOT_OF_BACKENDS}
+    if "backend" in found:
+        found["kind"] = found.pop("backend")
+    return found
+
+
+def _add(plan: Plan, archive: Archive, options: dict[str, Any]) -> Migrated:
+    if archive.mode == "r":
+        raise InvalidArgument(f"{archive.path}: opened with mode='r'; use mode='a' to write")
+    target = Target(archive._backend, archive._catalog, archive._room, archive._timeout)
+    return Adding(plan, target, **options).run()
+
+
+def _build(
+    plan: Plan, place: Place, to_options: dict[str, Any], options: dict[str, Any]
+) -> Migrated:
+    """Build an archive at a place that has none."""
+    backend = open_backend(place.text, "a", **_of_backend(to_options))
+    try:
+        target = Target(backend, Catalog(backend.path), None, to_options["lock_timeout"])
+        done = Building(plan, target, **options).run()
+    finally:
+        backend.close()
+    if options["resume"] or "quota_bytes" in to_options:
+        with open_archive(place.text, "a", **to_options) as archive:
+            archive.gc()  # of an earlier try with other sessions
+    return done
+
+
+def _build_beside(
+    plan: Plan, place: Place, to_options: dict[str, Any], options: dict[str, Any]
+) -> Migrated:
+    """Build an archive under another name, and rename it."""
+    partial = place.partial
+    if place.folder is None or partial.folder is None:
+        raise NotFound(f"{place.text}: not in the file system")
+    with partial_folder(partial.folder, resume=options["resume"]):
+        try:
+            done = _build(plan, partial, to_options, options)
+        except KvError as error:
+            if partial.folder.exists():
+                error.args = (
+                    f"{error}; {partial.folder} keeps what was moved: go on with resume=True, or "
+                    "remove it",
+                )
+            raise
+        move_into_place(partial.folder, place.folder)
+    return done
