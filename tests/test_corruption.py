@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from kvcodecs.frame import pack_frame, seal_record
+from kvcodecs.frame import open_frame, pack_frame, seal_record
 
 import kvstore
 from kvstore import KVR1, Corrupt, Model, Rope, Truncated, Unsupported, keys
@@ -148,6 +148,16 @@ def test_frames_in_the_wrong_place(store, what):
     a, b = make_keys()
     store.items[a], store.items[b] = store.items[b], store.items[a]
     with pytest.raises(Corrupt, match=rf"layer \d [kv].*another frame is stored here: ({field})"):
+        read_everything()
+    assert problems()
+
+
+def test_a_frame_that_does_not_know_its_place(store):
+    header, payload = open_frame(store.items[frame(1)])
+    fields = header._asdict() | {"unplaced": True, "owner": 0, "layer": 0, "first_token": 0}
+    del fields["payload_bytes"]
+    store.items[frame(1)] = pack_frame(payload=payload, **fields)
+    with pytest.raises(Corrupt, match="another frame is stored here: unplaced"):
         read_everything()
     assert problems()
 
