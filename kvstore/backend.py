@@ -8,7 +8,8 @@ means; `keys` and `records` do. FORMAT.md section 1.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Final, Literal, Protocol, TypeAlias
@@ -19,10 +20,16 @@ Mode: TypeAlias = Literal["r", "a"]
 Value: TypeAlias = bytes | memoryview
 
 MEMORY_PREFIX: Final = "memory:"
+ZARR_PREFIX: Final = "zarr:"
 #: Longest key in bytes: LMDB's own limit.
 MAX_KEY_BYTES: Final = 511
 #: How long a snapshot may be read from: it keeps pages that were freed since from being used again.
 SNAPSHOT_SECONDS: Final = 3600.0
+#: How long the zarr backend keeps what was deleted, for snapshots that may still read it.
+GRACE_SECONDS: Final = 3600.0
+#: In a directory that is an archive of the zarr backend.
+_ZARR_SIGN: Final = os.path.join("_kvstore", "zarr.json")
+_URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 # Thirty years; much longer ones overflow the system's clock.
 _LONGEST_WAIT: Final = 1e9
 
@@ -34,14 +41,14 @@ class BackendInfo:
     Attributes
     ----------
     kind
-        Name of the backend, ``"lmdb"`` or ``"memory"``.
+        Name of the backend, ``"lmdb"``, ``"zarr"`` or ``"memory"``.
     file_bytes
-        Length of the data file; for memory, the bytes of all keys and values.
+        Length of the data file; for others than LMDB, the bytes of all keys and values.
     free_bytes
         Bytes inside the file that the next writes use again before it grows.
     used_bytes
-        Bytes that are not free, the backend's own overhead included: what the file would have
-        without a hole. Exact, and the same after a restart.
+        Bytes that are not free, LMDB's own overhead included: what the file would have without a
+        hole. Exact, and the same after a restart.
     n_entries
         Number of keys.
     """
@@ -118,6 +125,17 @@ class Snapshot(Protocol):
 
     def scan(self, prefix: bytes) -> Iterator[tuple[bytes, memoryview]]:
         """Yield keys that start with `prefix` and their values, in key order; views as in `get`."""
+        ...
+
+    def sizes(self, prefix: bytes) -> Iterator[tuple[bytes, int]]:
+        """Yield keys that start with `prefix` and lengths of their values, which are not read."""
+        ...
+
+    def prefetch(self, keys: Iterable[bytes]) -> None:
+        """Say which values `get` is going to be called for, so that they come all at once.
+
+        Absent keys do no harm. Nothing happens where a value is at hand anyway.
+        """
         ...
 
     def at_or_after(self, key: bytes) -> bytes | None:
@@ -272,6 +290,21 @@ class Backend(Protocol):
         """
         ...
 
+    def collect(self, timeout: float) -> int:
+        """Delete objects that nothing refers to any more, and return their bytes.
+
+        The zarr backend's: what was deleted longer than the grace period ago, and what writers
+        left that died in the middle of a transaction. The others have no such thing.
+
+        Raises
+        ------
+        Locked, Full
+            As `write`.
+        Corrupt
+            Damage, so that it is not known what is in use.
+        """
+        ...
+
     def note_use(self, session_id: int) -> None:
         """Note that a session is used now; mode "r" may, and nothing is raised.
 
@@ -318,27 +351,36 @@ def open_backend(
     kind: str | None = None,
     map_size: int | None = None,
     snapshot_seconds: float = SNAPSHOT_SECONDS,
+    grace_seconds: float = GRACE_SECONDS,
+    storage_options: Mapping[str, str] | None = None,
 ) -> Backend:
     """Open the backend that `kind` names, or that `path` asks for.
 
     Parameters
     ----------
     path
-        ``"memory:NAME"`` for memory, else a directory for LMDB.
+        ``"memory:NAME"`` for memory; ``"zarr:DIRECTORY"``, a directory with such an archive, or
+        the URL of a bucket for zarr; else a directory for LMDB.
     mode
         ``"r"`` creates nothing; ``"a"`` creates what is missing.
     kind
-        ``"lmdb"``, ``"memory"`` or None to go by `path`.
+        ``"lmdb"``, ``"zarr"``, ``"memory"`` or None to go by `path`.
     map_size
         Upper limit of the archive in bytes; None for the backend's default. One larger than that
         of an archive which this process has open raises it, but not the one of `set_limit`.
     snapshot_seconds
         How long a snapshot may be read from.
+    grace_seconds
+        Zarr: how long deleted objects are kept for snapshots opened before. Older ones raise
+        `NotFound` where they meet one that has gone.
+    storage_options
+        Of a bucket, as obstore names them; what the environment says need not be said here.
 
     Raises
     ------
     InvalidArgument
-        Unknown mode or backend, or an archive that cannot be written with mode "a".
+        Unknown mode or backend, an option that it does not have, or an archive that cannot be
+        written with mode "a".
     NotFound
         Mode "r" and no archive there.
     """
@@ -348,6 +390,21 @@ def open_backend(
         raise InvalidArgument(f"map_size {map_size!r} is not a positive number of bytes")
     check_seconds("snapshot_seconds", snapshot_seconds)
     text, kind = _place(path, kind)
+    if kind == "zarr":
+        from .backends.zarr.backend import ZarrBackend
+
+        return ZarrBackend(
+            text.removeprefix(ZARR_PREFIX),
+            mode,
+            map_size=map_size,
+            snapshot_seconds=snapshot_seconds,
+            grace_seconds=grace_seconds,
+            storage_options=storage_options,
+        )
+    if grace_seconds != GRACE_SECONDS or storage_options is not None:
+        raise InvalidArgument(
+            f"{text}: grace_seconds and storage_options are of the zarr backend, not of {kind!r}"
+        )
     # Backends never import each other, and nobody pays for one that is not used.
     if kind == "memory":
         from .backends.memory import MemoryBackend
@@ -358,7 +415,7 @@ def open_backend(
         from .backends.lmdb import LmdbBackend
 
         return LmdbBackend(text, mode, map_size=map_size, snapshot_seconds=snapshot_seconds)
-    raise InvalidArgument(f"backend {kind!r}, expected 'lmdb' or 'memory'")
+    raise InvalidArgument(f"backend {kind!r}, expected 'lmdb', 'zarr' or 'memory'")
 
 
 def compact_backend(
@@ -380,7 +437,8 @@ def compact_backend(
     Returns
     -------
     tuple of int
-        Bytes of the data file before and after; in memory, where nothing is free, both the same.
+        Bytes of the data file before and after; both the same where nothing is ever free, in
+        memory and for zarr.
 
     Raises
     ------
@@ -398,11 +456,20 @@ def compact_backend(
         backend = MemoryBackend(text.removeprefix(MEMORY_PREFIX), "r")
         n_bytes = backend.info().file_bytes
         return n_bytes, n_bytes
+    if kind == "zarr":
+        from .backends.zarr.backend import ZarrBackend
+
+        opened = ZarrBackend(text.removeprefix(ZARR_PREFIX), "r")
+        try:
+            n_bytes = opened.info().file_bytes
+        finally:
+            opened.close()
+        return n_bytes, n_bytes
     if kind == "lmdb":
         from .backends._compact import compact
 
         return compact(text, progress)
-    raise InvalidArgument(f"backend {kind!r}, expected 'lmdb' or 'memory'")
+    raise InvalidArgument(f"backend {kind!r}, expected 'lmdb', 'zarr' or 'memory'")
 
 
 def _place(path: object, kind: str | None) -> tuple[str, str]:
@@ -411,5 +478,10 @@ def _place(path: object, kind: str | None) -> tuple[str, str]:
     if not isinstance(text, str) or not _is_path(text):
         raise InvalidArgument(f"path {path!r}: expected a string or a path")
     if kind is None:
-        kind = "memory" if text.startswith(MEMORY_PREFIX) else "lmdb"
+        if text.startswith(MEMORY_PREFIX):
+            kind = "memory"
+        elif text.startswith(ZARR_PREFIX) or _URL.match(text):
+            kind = "zarr"
+        else:
+            kind = "zarr" if os.path.isfile(os.path.join(text, _ZARR_SIGN)) else "lmdb"
     return text, kind

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from .archive import Archive
-from .backend import SNAPSHOT_SECONDS, Mode, check_timeout, compact_backend, open_backend
+from .backend import (
+    GRACE_SECONDS,
+    SNAPSHOT_SECONDS,
+    Mode,
+    check_timeout,
+    compact_backend,
+    open_backend,
+)
 from .room import check_quota
 
 
@@ -20,13 +27,17 @@ def open(
     quota_bytes: int | None = None,
     snapshot_seconds: float = SNAPSHOT_SECONDS,
     lease_seconds: float | None = None,
+    grace_seconds: float = GRACE_SECONDS,
+    storage_options: Mapping[str, str] | None = None,
 ) -> Archive:
     """Open an archive.
 
     Parameters
     ----------
     path
-        A directory (LMDB), or ``"memory:NAME"`` for one that lives in this process.
+        A directory (LMDB); ``"zarr:DIRECTORY"`` for one that zarr opens too, or just the
+        directory once that is there; the URL of a bucket, ``"s3://bucket/prefix"``; or
+        ``"memory:NAME"`` for one that lives in this process.
     mode
         ``"r"`` to read, ``"a"`` to append or create.
     lock_timeout
@@ -34,7 +45,7 @@ def open(
     map_size
         Upper limit of the archive in bytes; None for 1 TiB or what the process can map.
     backend
-        ``"lmdb"``, ``"memory"`` or None to go by `path`.
+        ``"lmdb"``, ``"zarr"``, ``"memory"`` or None to go by `path`.
     quota_bytes
         Sets the archive's quota; None leaves it as it is. See `Archive.set_quota`.
     snapshot_seconds
@@ -43,6 +54,12 @@ def open(
     lease_seconds
         How long an appender may be idle before another one may take its session; None: as long as
         its process lives. All who append to an archive should agree.
+    grace_seconds
+        In a zarr archive: how long deleted blocks are kept, since reads that began before, and
+        other tools, may still need them. A read that comes later raises `NotFound`.
+    storage_options
+        Of a bucket: ``endpoint``, ``region``, ``access_key_id`` and what else obstore takes; what
+        the environment says (``AWS_...``) need not be said here.
 
     Raises
     ------
@@ -51,12 +68,18 @@ def open(
     Truncated, Corrupt, Unsupported
         Damaged, not an archive, or written by a newer release.
     InvalidArgument
-        A mode, backend or place that cannot be used.
+        A mode, backend or place that cannot be used, or an option that the backend does not have.
     """
     seconds = check_timeout(lock_timeout)
     check_quota(quota_bytes)
     opened = open_backend(
-        path, mode, kind=backend, map_size=map_size, snapshot_seconds=snapshot_seconds
+        path,
+        mode,
+        kind=backend,
+        map_size=map_size,
+        snapshot_seconds=snapshot_seconds,
+        grace_seconds=grace_seconds,
+        storage_options=storage_options,
     )
     archive = Archive(opened, mode, lock_timeout=seconds, lease_seconds=lease_seconds)
     if quota_bytes is not None:

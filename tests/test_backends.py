@@ -508,6 +508,12 @@ class TestMemory(BackendSuite):
         memory.discard(str(tmp_path))
 
 
+class TestZarr(BackendSuite):
+    @pytest.fixture
+    def place(self, tmp_path):
+        return f"zarr:{tmp_path / 'a.zarr'}"
+
+
 class TestLmdb(BackendSuite):
     @pytest.fixture
     def place(self, tmp_path):

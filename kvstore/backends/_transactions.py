@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import lmdb
@@ -48,6 +48,12 @@ class LmdbSnapshot:
                     self._check_age()
         except lmdb.Error as error:
             raise self._translate(error) from error
+
+    def sizes(self, prefix: bytes) -> Iterator[tuple[bytes, int]]:
+        return ((key, value.nbytes) for key, value in self.scan(prefix))
+
+    def prefetch(self, keys: Iterable[bytes]) -> None:
+        """Nothing: the values are in the map."""
 
     def at_or_after(self, key: bytes) -> bytes | None:
         self._check_age()

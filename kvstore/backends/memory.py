@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from typing import Final
@@ -92,6 +92,13 @@ class _MemorySnapshot:
             yield found
             self._check_age()
 
+    def sizes(self, prefix: bytes) -> Iterator[tuple[bytes, int]]:
+        return ((key, value.nbytes) for key, value in self.scan(prefix))
+
+    def prefetch(self, keys: Iterable[bytes]) -> None:
+        """Nothing: all values are at hand."""
+        self._check_age()
+
     def at_or_after(self, key: bytes) -> bytes | None:
         self._check_age()
         return _at_or_after(self._version.keys(), key)
@@ -122,6 +129,12 @@ class _MemoryTransaction:
 
     def scan(self, prefix: bytes) -> Iterator[tuple[bytes, memoryview]]:
         return _scan(sorted(self.items), dict(self.items), prefix)
+
+    def sizes(self, prefix: bytes) -> Iterator[tuple[bytes, int]]:
+        return ((key, value.nbytes) for key, value in self.scan(prefix))
+
+    def prefetch(self, keys: Iterable[bytes]) -> None:
+        """Nothing: all values are at hand."""
 
     def at_or_after(self, key: bytes) -> bytes | None:
         return _at_or_after(sorted(self.items), key)
@@ -329,6 +342,10 @@ class MemoryBackend:
         with self.write(timeout):
             pass  # nothing waits to be freed; the same errors as elsewhere
         return any(reader.n_behind for reader in self.readers())
+
+    def collect(self, timeout: float) -> int:
+        self._check_open()
+        return 0  # there are no objects
 
     def note_use(self, session_id: int) -> None:
         if not self._closed:

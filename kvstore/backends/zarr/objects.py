@@ -85,7 +85,8 @@ class Objects(Protocol):
 
     def put_all(self, items: Iterable[tuple[str, bytes]]) -> None:
         """Put or replace objects, as `put` does each; at the same time where that helps."""
-        ...
+        for key, data in items:
+            self.put(key, data)
 
     def put_frames(
         self, items: Sequence[tuple[str, bytes]], still_mine: Callable[[], None]

@@ -1,0 +1,244 @@
+"""The steps of a commit, in an order in which every crash leaves the last commit or this one.
+
+Objects first, which nothing refers to yet; then the record, put where there is none; then the
+documents for zarr's tools, which the next writer puts again if this one dies. FORMAT.md 9.4.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+
+from kvcodecs.errors import Corrupt, KvError, Locked, NotFound, Truncated, Unsupported
+
+from ... import keys
+from . import view
+from .commits import Commit, Listed, commit_key, commit_numbers, n_to_merge, segment_name
+from .doomed import A_FEW, OF_TABLES, free_due, sweep
+from .objects import Objects, Writer
+from .places import ASIDE, ROOT, doomed_key, pack_json
+from .placing import Placed, Sync, place
+from .segment import GONE, Entry, Segment, merge_segments, pack_segment
+from .sessions import stored_session
+from .sharding import shard
+from .shared import Head, Shared
+from .snapshot import View, is_frame
+
+_OWNER_BYTES = slice(8, 16)
+
+
+def commit_changes(
+    shared: Shared,
+    head: Head,
+    writer: Writer,
+    changes: Mapping[bytes, bytes | None],
+    *,
+    n_entries: int,
+    used_bytes: int,
+    grace_seconds: float,
+    shards: Mapping[str, int] | None = None,
+    sweep_most: int | None = A_FEW,
+) -> list[str]:
+    """Store changes of the engine's keys (None: deleted); return the objects deleted by the way.
+
+    Parameters
+    ----------
+    head
+        The last commit.
+    n_entries, used_bytes
+        Number and bytes of all keys and values after it.
+    shards
+        Names of sessions whose blocks are laid together, and about how many bytes go into one
+        shard.
+    sweep_most
+        How many objects whose time has come are deleted; None for all.
+
+    Raises
+    ------
+    Locked
+        Another writer was faster, or the storage does not answer. Nothing is stored.
+    Full, InvalidArgument
+        No room, no right. Nothing is stored.
+    """
+    objects, base = shared.objects, View(head.tables)
+    writer.check()
+    left_over = catch_up(shared, head)
+    if head.commit is None:
+        view.begin(objects)
+    number, nonce = head.number + 1, secrets.token_hex(8)
+    now_ns = time.time_ns()
+    due_ns = free_due(base, now_ns + int(grace_seconds * 1e9))
+    delta: dict[bytes, Entry] = {}
+    deleted: list[str] = []
+    if not left_over:  # a document that is put late must not be of a group that has gone
+        swept = sweep(objects, base, now_ns, sweep_most)
+        delta.update((key, _entry(value)) for key, value in swept.puts.items())
+        deleted = swept.deleted
+    placed = place(base, changes, shared.names, due_ns)
+    _store_frames(objects, writer, placed)
+    for name, shard_bytes in (shards or {}).items():
+        stored = stored_session(base, name, base.raw(keys.session_key(name)))
+        if stored is not None:
+            placed.puts.update(shard(objects, base, stored, shard_bytes, writer.check, due_ns))
+            placed.sync.sessions.append(name)
+    run, tables, segments = _merge(shared, head, number)
+    if objects.is_remote and run:
+        doomed = pack_json({"objects": [listed.key for listed in run]})
+        delta[doomed_key(due_ns, OF_TABLES)] = doomed
+    delta.update(
+        (key, _entry(value)) for key, value in changes.items() if value is None or not is_frame(key)
+    )
+    delta.update((key, _entry(value)) for key, value in placed.puts.items())
+    packed = pack_segment(sorted(delta.items()))
+    commit = Commit(
+        number=number,
+        epoch=writer.epoch,
+        nonce=nonce,
+        tables=tables,
+        n_entries=n_entries,
+        used_bytes=used_bytes,
+        sync=_both(left_over, placed.sync),
+        time=now_ns // 10**9,
+    )
+    data, key = commit.pack(packed.data), commit_key(number)
+    objects.flush()
+    writer.check()
+    _put_commit(objects, key, data)
+    own = shared.open_own(key, data, packed.crc)
+    after = Head(commit, Listed(key.removeprefix(ROOT), len(data), packed.crc), (own, *segments))
+    shared.adopt(after)
+    objects.flush()
+    # It is committed. What fails from here on is done by the next writer, or by `collect`.
+    with contextlib.suppress(KvError):
+        catch_up(shared, after)
+        if run and not objects.is_remote:
+            delete_merged(objects, number, run)
+    return deleted
+
+
+def catch_up(shared: Shared, head: Head) -> Sync:
+    """Write the documents that a commit calls for, unless it has been seen to.
+
+    Returns
+    -------
+    Sync
+        What could not be done, for the next commit to call for.
+    """
+    if head.commit is None or shared.synced == head.number or not head.commit.sync:
+        return Sync()
+    try:
+        view.sync(shared.objects, View(head.tables), head.commit.sync)
+    except KvError:
+        return head.commit.sync
+    shared.synced = head.number
+    return Sync()
+
+
+def delete_merged(objects: Objects, number: int, run: Sequence[Listed]) -> None:
+    """Delete tables that commit `number` has merged, where open files stay readable."""
+    # All older commits, also those that a writer left that died here: the oldest first, see
+    # `commits.last_commit`.
+    for older in sorted(commit_numbers(objects)):
+        if older < number:
+            objects.delete([commit_key(older)])
+    objects.delete([listed.key for listed in run if not listed.is_commit])
+
+
+def _entry(value: bytes | None) -> Entry:
+    return GONE if value is None else value
+
+
+def _both(one: Sync, other: Sync) -> Sync:
+    return Sync(
+        sorted({*one.sessions, *other.sessions}),
+        sorted({*one.closed, *other.closed}),
+        sorted({*one.hidden, *other.hidden}),
+    )
+
+
+def _store_frames(objects: Objects, writer: Writer, placed: Placed) -> None:
+    rescues = _to_rescue(objects, placed.rescues)
+    if rescues:
+        _copy(objects, rescues)
+        objects.flush()  # before anything takes their place
+    _copy(objects, placed.copies)
+    for source, start, stop, target in placed.excerpts:
+        data = objects.get(source, start, stop)
+        if data is not None:
+            objects.put(target, data)
+    if placed.frames:
+        objects.put_frames(placed.frames, writer.check)
+
+
+def _to_rescue(objects: Objects, rescues: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Return the rescues that are to be done.
+
+    A writer that died may have done some, and then put other frames in the places: copying those
+    would overwrite what it saved.
+    """
+    heads = objects.get_many([(source, 0, _OWNER_BYTES.stop) for source, _ in rescues])
+    found = []
+    for (source, target), head in zip(rescues, heads, strict=True):
+        owner = bytes.fromhex(target.removeprefix(ASIDE).partition("/")[0])
+        if head is not None and head[_OWNER_BYTES] == owner[::-1]:
+            found.append((source, target))
+    return found
+
+
+def _copy(objects: Objects, pairs: Sequence[tuple[str, str]]) -> None:
+    if not pairs:
+        return
+    try:
+        objects.copy(pairs)
+    except NotFound:
+        # A lost frame is for `verify` to tell, and must not keep the others from being stored.
+        for pair in pairs:
+            with contextlib.suppress(NotFound):
+                objects.copy([pair])
+
+
+def _merge(
+    shared: Shared, head: Head, number: int
+) -> tuple[tuple[Listed, ...], tuple[Listed, ...], tuple[Segment, ...]]:
+    """Merge the newest tables if it is time; return those, and what is below the commit now."""
+    listed, tables = head.below, head.tables
+    n = n_to_merge(listed)
+    if not n:
+        return (), listed, tables
+    try:
+        far = shared.objects.is_remote
+        sources = [table.in_memory() if far else table for table in tables[:n]]
+        packed = merge_segments(sources, keep_deleted=n < len(listed))
+    except (Truncated, Corrupt, Unsupported):
+        return (), listed, tables  # upkeep: damage in one place does not keep others from writing
+    if packed is None:
+        return listed[:n], listed[n:], tables[n:]
+    while True:
+        name = segment_name(number, secrets.token_hex(4))
+        if shared.objects.put_new(ROOT + name, packed.data):
+            break
+    merged = shared.open_own(ROOT + name, packed.data, packed.crc)
+    new = Listed(name, len(packed.data), packed.crc)
+    return listed[:n], (new, *listed[n:]), (merged, *tables[n:])
+
+
+def _put_commit(objects: Objects, key: str, data: bytes) -> None:
+    """Put a commit record where there is none; the answer to an earlier try may have been lost."""
+    try:
+        if objects.put_new(key, data):
+            return
+    except KvError as error:
+        try:
+            found = objects.get(key)
+        except KvError:
+            raise error from None
+        if found != data:
+            raise
+        return
+    if objects.get(key) != data:
+        raise Locked(
+            f"{objects.where}: another writer has taken over and committed; nothing of this "
+            "transaction is stored; try again"
+        )
