@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -28,7 +28,7 @@ NAME: Final = "kvstore.frame"
 MOST_HEADER_BYTES: Final = 1 << 16
 
 _ARCHIVE_KEYS: Final = {"codec", "kind", "layer", "header_tag", "archive"}
-_MORE_ARCHIVE_KEYS: Final = {"header", "header_array", "rope", "tokens"}
+_MORE_ARCHIVE_KEYS: Final = {"header", "header_array", "more_headers", "rope", "tokens"}
 _OWN_KEYS: Final = {"codec", "kind", "step", "rel_step"}
 
 
@@ -42,6 +42,14 @@ class ChannelOrder:
     def rope(self) -> Rope:
         """Return a RoPE of this order, of no frequencies that mean anything."""
         return Rope(np.ones(self.n_pairs, np.float32), style=self.style)
+
+
+class MoreHeader(NamedTuple):
+    """The stream header of blocks that a session took from elsewhere."""
+
+    codec: str
+    header_tag: int
+    header: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +72,9 @@ class ArchiveArray:
     tokens
         Length of the array; None leaves it open. zarr validates a new shape before it changes or
         deletes anything, so with it an array cannot be resized behind its archive's back.
+    more_headers
+        Other stream headers that frames of the array may have: of tokens that were taken from
+        other sessions.
     """
 
     codec: str
@@ -74,6 +85,7 @@ class ArchiveArray:
     header_array: str | None = None
     order: ChannelOrder | None = None
     tokens: int | None = None
+    more_headers: tuple[MoreHeader, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return the configuration of the codec in `zarr.json`."""
@@ -88,6 +100,11 @@ class ArchiveArray:
             data["rope"] = {"n_pairs": self.order.n_pairs, "style": self.order.style}
         if self.tokens is not None:
             data["tokens"] = self.tokens
+        if self.more_headers:
+            data["more_headers"] = [
+                [more.codec, f"{more.header_tag:016x}", base64.b64encode(more.header).decode()]
+                for more in self.more_headers
+            ]
         return data
 
     @classmethod
@@ -127,6 +144,7 @@ class ArchiveArray:
             None if name is None else _name(name),
             _order(data.get("rope")),
             tokens,
+            _more_headers(data.get("more_headers", [])),
         )
 
     def spec(self, heads: int, head_dim: int) -> StreamSpec:
@@ -213,6 +231,7 @@ def archive_configuration(
     *,
     tokens: int | None,
     header_array: str | None = None,
+    more_headers: Sequence[tuple[str, bytes]] = (),
 ) -> dict[str, Any]:
     """Return the configuration of `NAME` for an archive's array.
 
@@ -232,13 +251,16 @@ def archive_configuration(
     header_array
         Name of the array in the same group that holds `header`. Needed beyond `MOST_HEADER_BYTES`;
         not within shards, where a codec cannot read other objects.
+    more_headers
+        (codec, stream header) of blocks that were taken from elsewhere.
     """
     order = None
     if spec.rope is not None and not spec.rope.keeps_order(spec.head_dim):
         order = ChannelOrder(spec.rope.n_pairs, spec.rope.style)
     inline = None if header_array is not None else header
+    more = tuple(MoreHeader(name, header_tag(data), data) for name, data in more_headers)
     array = ArchiveArray(
-        codec, spec.kind, layer, header_tag(header), inline, header_array, order, tokens
+        codec, spec.kind, layer, header_tag(header), inline, header_array, order, tokens, more
     )
     return array.to_json()
 
@@ -272,6 +294,16 @@ def _name(name: object) -> str:
     if isinstance(name, str) and name not in ("", ".", "..") and "/" not in name:
         return name
     raise Corrupt(f"{NAME}: header_array {name!r} is no name of an array in the same group")
+
+
+def _more_headers(data: object) -> tuple[MoreHeader, ...]:
+    found = []
+    for item in data if isinstance(data, list) else [None]:
+        if not isinstance(item, list) or len(item) != 3 or not all(type(x) is str for x in item):
+            raise Corrupt(f"{NAME}: more_headers {data!r} in the configuration")
+        codec, tag = codec_by_name(item[0]).name, _tag(item[1])
+        found.append(MoreHeader(codec, tag, check_header(_bytes(item[2]), tag, "more_headers")))
+    return tuple(found)
 
 
 def _order(data: object) -> ChannelOrder | None:

@@ -73,13 +73,17 @@ def decode_archived(
     """
     where = f"zarr chunk of layer {array.layer} {array.kind}"
     frame, payload = open_frame(data, where)
-    codec = codec_by_name(array.codec)
+    name, tag = array.codec, array.header_tag
+    for more in array.more_headers:
+        if frame.header_tag == more.header_tag:
+            name, tag, header = more
+    codec = codec_by_name(name)
     for what, found, expected in (
         ("unplaced", frame.unplaced, False),
         ("layer", frame.layer, array.layer),
         ("kind", frame.kind, array.kind),
         ("codec", frame.codec, codec.number),
-        ("stream header tag", frame.header_tag, array.header_tag),
+        ("stream header tag", frame.header_tag, tag),
         ("number of tokens", frame.n_tokens, shape[1]),
     ):
         if found != expected:
@@ -87,7 +91,7 @@ def decode_archived(
                 f"{where}: another frame is stored here: {what} {found}, expected {expected}"
             )
     spec = array.spec(shape[0], shape[2])
-    params = _params(array.codec, spec, header)
+    params = _params(name, spec, header)
     where = f"{where}, tokens from {frame.first_token}"
     return _decode(codec, params, payload, frame.first_token, shape[1], rows, dtype, where)
 

@@ -6,22 +6,18 @@ session, one array per stream, and our codec's name and configuration in each ar
 
 from __future__ import annotations
 
-import base64
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from kvcodecs.codec import codec_by_number
-from kvcodecs.frame import header_tag
-from kvcodecs.spec import Kind, StreamSpec
+from kvcodecs.spec import Kind
+from kvcodecs.zarr_configuration import MOST_HEADER_BYTES, NAME, archive_configuration
 
 from ...session_record import SessionRecord
 from .sessions import Stored
 
 FILE_NAME: Final = "zarr.json"
-CODEC_NAME: Final = "kvstore.frame"
-#: Longer stream headers are arrays of their own: a configuration is read and written as a whole.
-MOST_INLINE: Final = 64 << 10
 HEADERS: Final = "headers"
 
 
@@ -68,10 +64,17 @@ def stream_document(
     record, spec = stored.record, stored.model.stream(layer, kind)
     state = record.streams[stream]
     chunk = [spec.heads, state.block_tokens, spec.head_dim]
-    codec: dict[str, object] = {
-        "name": CODEC_NAME,
-        "configuration": _configuration(spec, layer, headers),
-    }
+    *others, (number, header) = headers
+    configuration = archive_configuration(
+        spec,
+        codec_by_number(number).name,
+        layer,
+        header,
+        tokens=None if shard_blocks else n_tokens,
+        header_array=headers_array(kind, layer) if needs_array(header, shard_blocks) else None,
+        more_headers=[(codec_by_number(n).name, data) for n, data in others],
+    )
+    codec: dict[str, object] = {"name": NAME, "configuration": configuration}
     outer = chunk
     if shard_blocks:
         outer = [spec.heads, state.block_tokens * shard_blocks, spec.head_dim]
@@ -135,30 +138,14 @@ def dimension_names(
     return names
 
 
+def needs_array(header: bytes, shard_blocks: int) -> bool:
+    """Whether a stream header is too long for a configuration; inside shards none may be."""
+    return len(header) > MOST_HEADER_BYTES and not shard_blocks
+
+
 def headers_array(kind: Kind, layer: int) -> str:
     """Return the name of the array of a stream's header that is too long for a configuration."""
     return f"{HEADERS}_{kind}_{layer:03d}"
-
-
-def _configuration(
-    spec: StreamSpec, layer: int, headers: Sequence[tuple[int, bytes]]
-) -> dict[str, object]:
-    number, header = headers[-1]
-    fields: dict[str, object] = {
-        "archive": True,
-        "codec": codec_by_number(number).name,
-        "kind": spec.kind,
-        "layer": layer,
-        "header_tag": f"{header_tag(header):016x}",
-    }
-    if len(header) > MOST_INLINE:
-        fields["header_array"] = headers_array(spec.kind, layer)
-    else:
-        fields["header"] = base64.b64encode(header).decode()
-    rope = spec.rope
-    if rope is not None and rope.style == "interleaved":
-        fields["rope"] = {"n_pairs": rope.n_pairs, "style": rope.style}
-    return fields
 
 
 def _array(

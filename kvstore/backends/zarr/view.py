@@ -17,11 +17,11 @@ from ...session_record import SessionRecord
 from ...spans import header_of, spans_of
 from .documents import (
     FILE_NAME,
-    MOST_INLINE,
     bytes_document,
     dimension_names,
     group_document,
     headers_array,
+    needs_array,
     stream_document,
     stub_document,
 )
@@ -81,7 +81,7 @@ def _show(objects: Objects, lookup: Lookup, stored: Stored) -> list[str]:
             continue  # damage, which `verify` tells; the array stays as it is
         layer, kind = stream
         header = headers[-1][1]
-        if len(header) > MOST_INLINE:
+        if needs_array(header, home.shard_blocks):
             path = f"{home.group}/{headers_array(kind, layer)}"
             documents[f"{path}/c/0"] = header
             documents[f"{path}/{FILE_NAME}"] = bytes_document(len(header), {})
