@@ -32,6 +32,7 @@ from .sessions import Stored, n_sealed, stored_session
 
 _ABOUT_ROOT = "KV archive; each group is a session, each array a layer's K or V"
 _ABOUT_INTERNAL = "what the archive engine keeps here is not for zarr"
+_ABOUT_EMPTY = "no whole block is committed any more"
 _ABOUT_CLOSED = "a session that was deleted; its objects wait for the end of the grace period"
 
 
@@ -56,8 +57,14 @@ def sync(objects: Objects, lookup: Lookup, what: Sync) -> None:
         stored = stored_session(lookup, name, lookup.raw(keys.session_key(name)))
         if stored is not None:
             shown.update(_show(objects, lookup, stored))
-    hidden = [f"{path}/{FILE_NAME}" for path in what.hidden]
-    objects.delete([key for key in hidden if key not in shown])
+    closed = set(what.closed)
+    hidden = {f"{path}/{FILE_NAME}": path.partition("/")[0] in closed for path in what.hidden}
+    objects.delete([key for key, is_closed in hidden.items() if is_closed and key not in shown])
+    # Leftover chunks may be below: tools would call them no part of the hierarchy.
+    stub = stub_document(_ABOUT_EMPTY)
+    objects.put_all(
+        (key, stub) for key, is_closed in hidden.items() if not is_closed and key not in shown
+    )
 
 
 def _show(objects: Objects, lookup: Lookup, stored: Stored) -> list[str]:
