@@ -435,7 +435,30 @@ def test_a_frame_of_another_stream_is_refused():
         open_array(files)[:]
 
 
+def test_blocks_that_were_coded_for_other_streams():
+    """A session that took tokens from others has their stream headers as well."""
+    stream, first, second = Archived(), Archived("tkv1"), Archived("raw")
+    more = [(other.codec.name, other.header) for other in (first, second)]
+    files = stream.files(configuration=stream.configuration(more_headers=more))
+    files["c/0/1/0"], files["c/0/3/0"] = first.frames[1], second.frames[3]
+    x = open_array(files)[:]
+    for other, block in ((first, 1), (second, 3), (stream, 0), (stream, 2), (stream, 4)):
+        at = slice(block * BLOCK, (block + 1) * BLOCK)
+        assert (x[:, at] == other.decoded()[:, at]).all()
+    header, payload = open_frame(first.frames[1])
+    fields = header._asdict() | {"codec": 2}
+    del fields["payload_bytes"]
+    files["c/0/1/0"] = pack_frame(payload=payload, **fields)
+    with pytest.raises(Corrupt, match="codec 2, expected 1"):
+        open_array(files)[:]
+
+
 BAD = [
+    ({"more_headers": {}}, Corrupt, "more_headers"),
+    ({"more_headers": [["kvr1", "0" * 16]]}, Corrupt, "more_headers"),
+    ({"more_headers": [["kvr1", "0" * 16, 5]]}, Corrupt, "more_headers"),
+    ({"more_headers": [["kvr1", "0" * 16, ""]]}, Corrupt, "tag"),
+    ({"more_headers": [["zip", "0" * 16, ""]]}, Unsupported, "zip"),
     ({"more": 1}, Unsupported, "more"),
     ({"codec": "zip"}, Unsupported, "zip"),
     ({"codec": 7}, Corrupt, "codec"),
