@@ -1,6 +1,19 @@
-"""What the tests of the command line share."""
+"""What tests share: the command line, and a server that speaks S3, also one with faults."""
 
 from __future__ import annotations
+
+import http.client
+import itertools
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from kvtools import cli
@@ -20,3 +33,169 @@ def run(capsys: pytest.CaptureFixture[str]):
         return code, out, err
 
     return run_main
+
+
+# One request at a time: a conditional put then looks and puts at once, as S3 does.
+S3_SERVER = """
+import os, sys, threading
+from moto.server import DomainDispatcherApplication, create_backend_app
+from werkzeug.serving import make_server
+
+inner, lock = DomainDispatcherApplication(create_backend_app), threading.Lock()
+
+def app(environ, start_response):
+    with lock:
+        return [b"".join(inner(environ, start_response))]
+
+def end_with_parent():
+    sys.stdin.read()
+    os._exit(0)
+
+server = make_server("127.0.0.1", 0, app, threaded=True)
+threading.Thread(target=end_with_parent, daemon=True).start()
+print(server.port, flush=True)
+server.serve_forever()
+"""
+
+
+@dataclass
+class S3Server:
+    """A server on loopback that speaks S3 and keeps everything in memory."""
+
+    endpoint: str
+    numbers: itertools.count = field(default_factory=itertools.count)
+
+    @property
+    def options(self) -> dict[str, str]:
+        """What `storage_options` is to be."""
+        return {
+            "endpoint": self.endpoint,
+            "region": "us-east-1",
+            "access_key_id": "x",
+            "secret_access_key": "y",
+        }
+
+    def bucket(self) -> str:
+        """Make an empty bucket and return its URL."""
+        name = f"bucket-{next(self.numbers)}"
+        request = urllib.request.Request(f"{self.endpoint}/{name}", method="PUT")
+        urllib.request.urlopen(request, timeout=30).close()
+        return f"s3://{name}"
+
+
+@pytest.fixture(scope="session")
+def s3_server():
+    """A server that speaks S3: its `endpoint`, `options` for it, and `bucket()` for new ones."""
+    keys = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "y"}
+    server = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", S3_SERVER],
+        env=os.environ | keys,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    with server:
+        try:
+            port = server.stdout.readline().strip().decode()
+            assert port, "the S3 server did not start; pip install 'kvstore[test]'"
+            yield S3Server(f"http://127.0.0.1:{port}")
+        finally:
+            server.kill()
+
+
+class FaultyS3(S3Server):
+    """An `S3Server` behind a proxy that fails as it is told to."""
+
+    def __init__(self, endpoint: str, behind: S3Server) -> None:
+        super().__init__(endpoint, behind.numbers)
+        self.behind, self.faults, self.seen = behind, [], []
+
+    def bucket(self) -> str:
+        return self.behind.bucket()
+
+    def fail(self, what: str, pattern: str, *, after: int = 0, times: int = 1) -> None:
+        """Let requests fail whose "METHOD /path" matches `pattern`.
+
+        Parameters
+        ----------
+        what
+            A status, ``"503"``; ``"drop before"`` or ``"drop after"``: the connection is closed
+            before or after the request is done; ``"hang"``: there is no answer for a second.
+        after, times
+            How many are let through first, and how many then fail.
+        """
+        self.faults.append([what, re.compile(pattern), after, times])
+
+    def fault(self, request: str) -> str | None:
+        self.seen.append(request)
+        for fault in self.faults:
+            what, pattern, after, times = fault
+            if pattern.search(request) and times:
+                if after:
+                    fault[2] -= 1
+                    continue
+                fault[3] -= 1
+                return what
+        return None
+
+
+class _Proxy(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm, wbufsize = True, -1  # or each answer takes 40 ms
+
+    def forward(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        with self.server.lock:
+            what = self.server.faulty.fault(f"{self.command} {self.path}")
+        if what and what.isdigit():
+            code = "SlowDown" if what == "503" else "AccessDenied" if what == "403" else "Oops"
+            self.answer(int(what), [], f"<?xml ?><Error><Code>{code}</Code></Error>".encode())
+            return
+        if what == "hang":
+            time.sleep(1)
+        if what in (None, "drop after"):
+            address = self.server.faulty.behind.endpoint.removeprefix("http://")
+            connection = http.client.HTTPConnection(address, timeout=30)
+            connection.request(self.command, self.path, body, dict(self.headers))
+            reply = connection.getresponse()
+            headers, content = reply.getheaders(), reply.read()
+            connection.close()
+        if what:
+            self.close_connection = True
+            self.connection.shutdown(socket.SHUT_RDWR)
+        else:
+            self.answer(reply.status, headers, content)
+
+    def answer(self, status: int, headers: list[tuple[str, str]], content: bytes) -> None:
+        self.send_response_only(status)
+        named = {name.lower(): value for name, value in headers}
+        for name in ("connection", "transfer-encoding"):
+            named.pop(name, None)
+        if self.command != "HEAD":
+            named["content-length"] = str(len(content))
+        for name, value in named.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(content)
+
+    do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = forward
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def faulty_s3(s3_server):
+    """The S3 server behind a proxy with faults: `FaultyS3.fail`; `seen` are its requests."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Proxy)
+    server.daemon_threads, server.lock = True, threading.Lock()
+    server.handle_error = lambda *args: None  # clients go away
+    server.faulty = FaultyS3(f"http://127.0.0.1:{server.server_port}", s3_server)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield server.faulty
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -230,17 +230,20 @@ class Requests:
     def listing(self, prefix: str, after: str | None) -> Iterator[Found]:
         """Yield objects in key order."""
         while True:
-            some = self._call(prefix or "listing", partial(self._some, prefix, after))
+            some, is_more = self._call(prefix or "listing", partial(self._some, prefix, after))
             yield from some
-            if len(some) < _LIST_CHUNK:
+            if not is_more:
                 return
             after = some[-1].key
 
-    def _some(self, prefix: str, after: str | None) -> list[Found]:
+    def _some(self, prefix: str, after: str | None) -> tuple[list[Found], bool]:
         stream = self._api.list(
             self._store, prefix.rstrip("/") or None, offset=after, chunk_size=_LIST_CHUNK
         )
-        return [Found(meta["path"], meta["size"]) for meta in next(iter(stream), ())]
+        found = [Found(meta["path"], meta["size"]) for meta in next(iter(stream), ())]
+        # The library drops a slash at the end of `after`.
+        some = [one for one in found if after is None or one.key > after]
+        return some, len(found) == _LIST_CHUNK and bool(some)
 
     def _put(self, key: str, data: bytes, mode: object) -> str:
         try:

@@ -266,7 +266,8 @@ class _Renewer:
     def add(self, lease: BucketLease) -> None:
         with self._changed:
             self._leases.add(lease)
-            if self._thread is None and not self._is_over:
+            is_running = self._thread is not None and self._thread.is_alive()
+            if not is_running and not self._is_over:
                 self._thread = threading.Thread(
                     target=self._run, name="kvstore-leases", daemon=True
                 )
