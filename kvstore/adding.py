@@ -11,7 +11,6 @@ from .backend import Transaction
 from .migrating import Migrated, Migration, remove
 from .needed import Item
 from .publishing import indexed_ids, publish
-from .sharing import claims_of
 
 
 class Adding(Migration):
@@ -72,7 +71,7 @@ class Adding(Migration):
             mover.flush(name_it)
         except BaseException as error:
             mover.forget()
-            remove(self.target, claims_of(item.record), error)
+            remove(self.target, item.claims, error)
             raise
         self.target.moved.add(item.record.id)
         self.done.moved.append(item.name)

@@ -15,11 +15,10 @@ from . import keys
 from .backend import Lease, Transaction
 from .catalog import _writer_name
 from .migrating import Migrated, Migration
-from .needed import Item
+from .needed import Item, make_item
 from .publishing import enlist, forget_lists, indexed_ids
 from .records import pack_archive
 from .session_record import load_session, unpack_session
-from .sharing import claims_of
 
 #: Leases that are held at a time: each may be an open file.
 _MOST_LEASES = 200
@@ -56,7 +55,7 @@ class Building(Migration):
         return self.finish()
 
     def _move(self, item: Item) -> None:
-        for owner in claims_of(item.record):
+        for owner in item.claims:
             self._hold(owner, self.plan.home[owner])
         self.move(item)
         if len(self._leases) >= _MOST_LEASES:
@@ -90,7 +89,7 @@ class Building(Migration):
             return item
         data = load_session(value, name, item.where)
         record = unpack_session(data, item.model.streams(), item.where)
-        return Item(name, value, record, item.model, item.where)
+        return make_item(name, value, record, item.model, item.where)
 
     def _groups(self) -> Iterator[list[str]]:
         for at in range(0, len(self.plan.order), _TOGETHER):

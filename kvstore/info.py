@@ -104,6 +104,9 @@ class SessionInfo:
         Unix time of creation and of the last commit, seconds.
     k_state
         ``"post"`` if any K was given after RoPE.
+    n_recoded
+        How often `kvstore.migrate` has coded it anew: the errors of its streams are not measured
+        then but bounds, of all codings together.
     record_bytes
         Session record, token ids, and entries of the prefix index, with their keys.
     """
@@ -121,6 +124,7 @@ class SessionInfo:
     metadata: Mapping[str, Any]
     record_bytes: int
     streams: tuple[StreamInfo, ...]
+    n_recoded: int = 0
 
     @property
     def n_values(self) -> int:
@@ -257,6 +261,7 @@ def session_info(
         metadata=record.metadata,
         record_bytes=n_bytes,
         streams=streams,
+        n_recoded=record.n_recoded,
     )
 
 
@@ -324,6 +329,6 @@ def stored_bytes(snapshot: Snapshot, *prefixes: bytes, with_keys: bool) -> int:
     """Return the bytes of all values under some prefixes, and of their keys."""
     n_bytes = 0
     for prefix in prefixes:
-        for key, value in snapshot.scan(prefix):
-            n_bytes += value.nbytes + (len(key) if with_keys else 0)
+        for key, size in snapshot.sizes(prefix):
+            n_bytes += size + (len(key) if with_keys else 0)
     return n_bytes

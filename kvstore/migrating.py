@@ -11,16 +11,16 @@ from typing import Protocol, TypeAlias
 from kvcodecs.errors import KvError
 from kvcodecs.plan import available_cpus
 
-from . import keys
 from .backend import Snapshot
 from .migration_plan import Plan
 from .moving import Mover, Target, compare
-from .needed import Item, Ranges, ids_of, values_of
+from .needed import Item, Ranges, ids_of, make_item, values_of
 from .passing import Passing
+from .pieces import count_frames
 from .publishing import indexed_ids
 from .recoding import recode_ids, recode_stream, recoded_record, whole_stream
 from .session_record import SessionRecord, StreamName, StreamState, check_record
-from .sharing import claims_of, free
+from .sharing import free
 from .token_ids import Ids
 
 Progress: TypeAlias = Callable[[int, int], object]
@@ -65,21 +65,27 @@ class Migrated:
 class Meter:
     """Tells how much is done; threads may share it."""
 
-    def __init__(self, progress: Progress | None, n_total: int) -> None:
-        self._progress, self._n_total, self._n_done = progress, n_total, 0
+    def __init__(self, progress: Progress | None, n_frames: int) -> None:
+        self._progress, self._n_frames = progress, n_frames
+        # To know how many bytes there are takes as long as to read them: how many frames there are
+        # the records say.
+        self._n_done = self._n_met = self._n_bytes = 0
         self._lock = threading.Lock()
-        self.add(0)
 
-    def add(self, n_bytes: int) -> None:
-        """Note bytes of the source that are done."""
+    def add(self, n_frames: int, n_bytes: int) -> None:
+        """Note frames of the source that are done; those of no bytes were done before."""
         with self._lock:
-            self._n_done += n_bytes
+            self._n_done += n_frames
+            self._n_met += n_frames if n_bytes else 0
+            self._n_bytes += n_bytes
+            n_left = max(self._n_frames - self._n_done, 0)
+            n_total = self._n_bytes + self._n_bytes * n_left // max(self._n_met, 1)
             if self._progress is not None:
-                self._progress(min(self._n_done, self._n_total), self._n_total)
+                self._progress(self._n_bytes, n_total)
 
     def finish(self) -> None:
-        """Note that all is done: what nobody needed was counted as well."""
-        self.add(max(self._n_total - self._n_done, 0))
+        """Note that all is done."""
+        self.add(max(self._n_frames - self._n_done, 0), 0)
 
 
 class Elsewhere(Protocol):
@@ -122,7 +128,7 @@ class Migration:
         self.resume, self.verify = resume, verify
         self._workers = workers or available_cpus()
         self._elsewhere = elsewhere
-        self.meter = Meter(progress, plan.n_bytes * (2 if verify else 1))
+        self.meter = Meter(progress, plan.n_frames * (2 if verify else 1))
         advance = self.meter.add
         self.mover = Mover(plan.snapshot, target, plan.shared, resume, advance)
         self._seen = Ranges()
@@ -132,8 +138,9 @@ class Migration:
         if self._elsewhere is None:
             self.mover.move(item, item.record.streams, ids=True)
         else:
-            self.done.n_bytes += self._elsewhere.move(item, verify=self.verify)
-            self.meter.add(n_needed(self.plan.snapshot, item) * (2 if self.verify else 1))
+            n_bytes = self._elsewhere.move(item, verify=self.verify)
+            self.done.n_bytes += n_bytes
+            self.meter.add(count_frames(item.record) * (2 if self.verify else 1), n_bytes)
 
     def compare(self, item: Item) -> None:
         """Compare what was moved of a session, all of it flushed, with the source."""
@@ -166,10 +173,10 @@ class Migration:
             self.done.n_bytes += n_bytes
         self.done.n_bytes += recode_ids(self.plan.snapshot, item, new, self.target)
         new = replace(new, streams={stream: states[stream] for stream in new.streams})
-        made = Item(item.name, new.pack(item.name), new, item.model, where)
+        made = make_item(item.name, new.pack(item.name), new, item.model, where)
         if self.verify:
             self._check(made)
-            self.meter.add(n_needed(self.plan.snapshot, item))
+            self.meter.add(count_frames(item.record), 0)
         return made, indexed_ids(self.plan.snapshot, item)
 
     def _recode_here(
@@ -179,15 +186,14 @@ class Migration:
         n_workers = max(1, min(self._workers, len(streams)))
 
         def code(stream: StreamName) -> tuple[StreamState, int]:
-            n_bytes = n_needed(snapshot, item, [stream])
-            n_tokens = max(new.n_tokens - new.streams[stream].start, 1)
-            told = 0
+            size = new.streams[stream].block_tokens
+            told = told_bytes = 0
 
-            def advance(n_done: int) -> None:
-                nonlocal told
-                n = n_bytes * n_done // n_tokens
-                self.meter.add(n - told)
-                told = n
+            def advance(n_tokens: int, n_bytes: int) -> None:
+                nonlocal told, told_bytes
+                n = -(-n_tokens // size)
+                self.meter.add(n - told, n_bytes - told_bytes)
+                told, told_bytes = n, n_bytes
 
             n_threads = 1 if n_workers > 1 else self._workers
             return recode_stream(
@@ -224,6 +230,11 @@ class Migration:
         record = item.record
         if record.parts or record.id_parts or any(s.n_head for s in record.streams.values()):
             self.done.flattened.append(item.name)
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes stored so far."""
+        return self.done.n_bytes + self.mover.n_bytes
 
     def finish(self) -> Migrated:
         """Return what was done."""
@@ -273,17 +284,6 @@ class SharedSnapshot:
     def release(self, view: memoryview) -> None:
         """See `Snapshot.release`."""
         self._snapshot.release(view)
-
-
-def n_needed(snapshot: Snapshot, item: Item, streams: Iterable[StreamName] | None = None) -> int:
-    """Return about how many bytes the owners of a session store of some streams, or of all."""
-    owners = claims_of(item.record)
-    prefixes = [
-        keys.stream_key(keys.FRAME, owner, *stream)
-        for owner in owners
-        for stream in (item.record.streams if streams is None else streams)
-    ]
-    return sum(n for prefix in prefixes for _, n in snapshot.sizes(prefix))
 
 
 def remove(target: Target, owners: Iterable[int], cause: BaseException) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
@@ -147,6 +148,10 @@ def migrate(
     return done
 
 
+class _Nothing(Exception):
+    """A migration ended, by the exception that caused this one, before anything was stored."""
+
+
 def _of_backend(options: Mapping[str, Any]) -> dict[str, Any]:
     found = {name: value for name, value in options.items() if name not in _NOT_OF_BACKENDS}
     if "backend" in found:
@@ -168,7 +173,13 @@ def _build(
     backend = open_backend(place.text, "a", **_of_backend(to_options))
     try:
         target = Target(backend, Catalog(backend.path), None, to_options["lock_timeout"])
-        done = Building(plan, target, **options).run()
+        building = Building(plan, target, **options)
+        try:
+            done = building.run()
+        except BaseException as error:
+            if not (building.n_bytes or options["resume"]):
+                raise _Nothing from error
+            raise
     finally:
         backend.close()
     if options["resume"] or "quota_bytes" in to_options:
@@ -187,12 +198,12 @@ def _build_beside(
     with partial_folder(partial.folder, resume=options["resume"]):
         try:
             done = _build(plan, partial, to_options, options)
+        except _Nothing as nothing:
+            shutil.rmtree(partial.folder, ignore_errors=True)
+            raise nothing.__cause__ or nothing from None
         except KvError as error:
-            if partial.folder.exists():
-                error.args = (
-                    f"{error}; {partial.folder} keeps what was moved: go on with resume=True, or "
-                    "remove it",
-                )
+            advice = "go on with resume=True, or remove it"
+            error.args = (f"{error}; {partial.folder} keeps what was moved: {advice}",)
             raise
         move_into_place(partial.folder, place.folder)
     return done

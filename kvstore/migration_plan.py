@@ -11,11 +11,11 @@ from kvcodecs.spec import Kind
 
 from .backend import Snapshot
 from .catalog import Catalog, listed_names
-from .needed import Item, load_item, n_stored
+from .needed import Item, load_item
 from .opened import OpenArchive
+from .pieces import count_frames
 from .recoding import is_recoded, recoded_owner
 from .session_record import load_session, unpack_session
-from .sharing import claims_of
 from .survey import session_names
 
 
@@ -53,12 +53,13 @@ class Plan:
         users: dict[int, list[str]] = {}
         heirs: dict[int, str] = {}
         needs: dict[str, list[int]] = {}
-        n_recoded_bytes = 0
+        #: About how many frames are read.
+        self.n_frames = 0
         for name in chosen_names(session_names(snapshot), wanted, source.path):
             item = self.load(name)
-            needs[name] = owners = list(claims_of(item.record))
+            needs[name] = owners = list(item.claims)
+            self.n_frames += count_frames(item.record)
             if self.is_recoded(item):
-                n_recoded_bytes += n_stored(snapshot, owners)
                 continue
             heirs[item.record.owner] = name
             for owner in owners:
@@ -66,8 +67,6 @@ class Plan:
         self.shared = frozenset(owner for owner, names in users.items() if len(names) > 1)
         self.order = _parents_first(needs, heirs)
         self.home = {owner: heirs.get(owner, names[0]) for owner, names in users.items()}
-        #: Bytes that are read once.
-        self.n_bytes = n_stored(snapshot, users) + n_recoded_bytes
 
     def load(self, name: str) -> Item:
         """Return a session as the source has it."""

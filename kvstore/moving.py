@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from kvcodecs.errors import Corrupt, InvalidArgument, Locked
 
@@ -20,11 +20,12 @@ from .passing import Passing
 from .pieces import all_pieces
 from .room import Room
 from .session_record import SessionRecord, StreamName
-from .sharing import claims_of
 from .token_ids import CHUNK_TOKENS
 from .users import users_of
 
 T = TypeVar("T")
+#: Takes frames and bytes that are done.
+Advance: TypeAlias = Callable[[int, int], None]
 
 
 class Target:
@@ -81,14 +82,14 @@ class Mover:
         Whether frames that are there with the right length, left by a migration that was killed,
         are taken for what they should be.
     advance
-        Called with bytes moved.
+        Called with frames and bytes that are done.
     """
 
     source: Snapshot
     target: Target
     shared: frozenset[int] = frozenset()
     resume: bool = False
-    advance: Callable[[int], None] = lambda n_bytes: None
+    advance: Advance = lambda n_frames, n_bytes: None
     n_bytes: int = 0
     _runs: Ranges = field(default_factory=Ranges)
     _singles: set[bytes] = field(default_factory=set)
@@ -111,7 +112,7 @@ class Mover:
         """
         self._uses, leases = {}, {}
         with self.target.backend.read() as there:
-            for owner in claims_of(item.record):
+            for owner in item.claims:
                 leases[owner] = owner
                 users = users_of(there, owner)
                 if not users:
@@ -146,7 +147,7 @@ class Mover:
         with self.target.backend.read() as there:
             return {
                 key: n
-                for owner in claims_of(item.record)
+                for owner in item.claims
                 for key, n in there.sizes(keys.stream_key(keys.FRAME, owner, *stream))
             }
 
@@ -154,7 +155,10 @@ class Mover:
         """Whether this mover has moved a value already, for another session."""
         if int.from_bytes(key[1:9], "big") not in self.shared:
             return False
-        return key in (self._runs if key[:1] in (keys.FRAME, keys.TOKENS) else self._singles)
+        known = key in (self._runs if key[:1] in (keys.FRAME, keys.TOKENS) else self._singles)
+        if known:
+            self.advance(1, 0)
+        return known
 
     def _put(self, item: Item, batch: list[Stored], there: dict[bytes, int]) -> None:
         """Store a batch together with what waits, or let it wait: a few MB to a transaction."""
@@ -170,7 +174,7 @@ class Mover:
                     self._runs.add(stored.key)
                 else:
                     self._singles.add(stored.key)
-            self.advance(stored.value.nbytes)
+            self.advance(stored.is_frame, stored.value.nbytes)
 
     def flush(self, more: Callable[[Transaction], None] = lambda transaction: None) -> None:
         """Store what waits, and in the same transaction what `more` has to store."""
@@ -208,7 +212,7 @@ class Mover:
             It is not.
         """
         for owner in self._uses:
-            claim = claims_of(item.record)[owner]
+            claim = item.claims[owner]
             found = {
                 key for p in keys.OWNED for key, _ in transaction.sizes(keys.owner_prefix(p, owner))
             }
@@ -280,7 +284,7 @@ def compare(
     item: Item,
     shared: Collection[int],
     seen: Ranges,
-    advance: Callable[[int], None],
+    advance: Advance,
 ) -> int:
     """Compare every value that a session needs with what a backend has; return their bytes.
 
@@ -297,7 +301,10 @@ def compare(
     n_bytes = 0
 
     def skip(key: bytes) -> bool:
-        return key in seen
+        known = key in seen
+        if known:
+            advance(1, 0)
+        return known
 
     batches = [values_of(source, item, stream, skip) for stream in item.record.streams]
     for of_stream in (*batches, ids_of(source, item, skip)):
@@ -308,7 +315,7 @@ def compare(
             passing = Passing(source)
             for stored in batch:
                 n_bytes += stored.value.nbytes
-                advance(stored.value.nbytes)
+                advance(stored.is_frame, stored.value.nbytes)
                 passing.add(stored.value)
                 if stored.owner in shared and stored.is_numbered:
                     seen.add(stored.key)

@@ -7,7 +7,7 @@ place), since damage must not move on in silence.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -22,11 +22,11 @@ from .identity import Model
 from .pieces import Piece, all_pieces
 from .reader import Reader
 from .session_record import SessionRecord, StreamName
-from .sharing import claims_of
+from .sharing import Claim, claims_of
 from .token_ids import read_id_chunk
 
 #: About how many bytes are on their way at a time.
-BATCH_BYTES: Final = 8 << 20
+BATCH_BYTES: Final = 16 << 20
 # Frames asked for at a time, at most; how many depends on how large they have been so far.
 _MOST_FRAMES: Final = 1024
 
@@ -41,6 +41,8 @@ class Item:
         Its record as stored.
     where
         Archive and session, for messages.
+    claims
+        What it needs of which owner.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Item:
     record: SessionRecord
     model: Model
     where: str
+    claims: dict[int, Claim]
 
 
 class Stored(NamedTuple):
@@ -61,6 +64,10 @@ class Stored(NamedTuple):
         return int.from_bytes(self.key[1:9], "big")
 
     @property
+    def is_frame(self) -> bool:
+        return self.key[:1] in (keys.FRAME, keys.TAIL, keys.HEAD)
+
+    @property
     def is_numbered(self) -> bool:
         """Whether it is one of many of its stream or owner: a frame of a block, a chunk of ids."""
         return self.key[:1] in (keys.FRAME, keys.TOKENS)
@@ -71,7 +78,12 @@ def load_item(snapshot: Snapshot, catalog: Catalog, name: str) -> Item:
     record = catalog.record(snapshot, name, fresh=True)
     value = bytes(snapshot.get(keys.session_key(name)) or b"")
     model = catalog.model(snapshot, record.model)
-    return Item(name, value, record, model, f"{catalog.path}: session {name!r}")
+    return make_item(name, value, record, model, f"{catalog.path}: session {name!r}")
+
+
+def make_item(name: str, value: bytes, record: SessionRecord, model: Model, where: str) -> Item:
+    """Return a session with this record, which is stored as `value`."""
+    return Item(name, value, record, model, where, claims_of(record))
 
 
 class Ranges:
@@ -114,7 +126,7 @@ def values_of(
     reader = Reader(item.model, item.where)
     layer, kind = stream
     headers = []
-    for owner, claim in claims_of(item.record).items():
+    for owner, claim in item.claims.items():
         key = keys.stream_key(keys.HEADER, owner, layer, kind)
         if stream in claim.headers and not skip(key):
             reader.coding(snapshot, owner, layer, kind)
@@ -132,7 +144,7 @@ def values_of(
 
 def ids_of(snapshot: Snapshot, item: Item, skip: Callable[[bytes], bool]) -> Iterator[list[Stored]]:
     """Yield the chunks of token ids that a session needs, as `values_of` does."""
-    for owner, claim in claims_of(item.record).items():
+    for owner, claim in item.claims.items():
         for first, stop in claim.chunks:
             found = []
             for chunk in range(first, stop):
@@ -186,9 +198,3 @@ def _stored(snapshot: Snapshot, key: bytes, where: str) -> Stored:
     if value is None:
         raise Corrupt(f"{where}: missing; the archive has lost a value, restore a copy")
     return Stored(key, value)
-
-
-def n_stored(snapshot: Snapshot, owners: Iterable[int]) -> int:
-    """Return how many bytes some owners store."""
-    prefixes = [keys.owner_prefix(p, owner) for owner in owners for p in keys.OWNED]
-    return sum(n for prefix in prefixes for _, n in snapshot.sizes(prefix))

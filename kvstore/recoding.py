@@ -28,7 +28,6 @@ from kvcodecs.spec import F32, Kind
 
 from . import keys
 from .backend import Snapshot, Transaction
-from .identity import Model
 from .layout import make_streams
 from .metadata import canonical_json
 from .moving import Target
@@ -37,6 +36,7 @@ from .pieces import Piece, pieces
 from .reader import Reader
 from .session_record import SessionRecord, StreamName, StreamState
 from .spans import head_of, spans_of
+from .stored_frame import first_value
 from .stream import Put
 from .token_ids import CHUNK_TOKENS, pack_ids, read_id_chunk
 from .writer import SPILL_BYTES
@@ -145,6 +145,8 @@ class _Decoded:
         #: Pieces of the pass that goes on, with their errors, and the dtypes that raw ones have.
         self.errors: deque[tuple[int, int, ErrorStats]] = deque()
         self.dtypes: set[str] = set()
+        #: Bytes of the frames of one pass.
+        self.n_bytes = 0
 
     def chunks(self) -> Iterator[F32]:
         """Yield successive tokens in the coded domain."""
@@ -155,7 +157,10 @@ class _Decoded:
                 yield coded
             return
         kept = []
+        self.n_bytes = 0
         for piece in self._pieces():
+            value = first_value(self._snapshot, piece, self._reader.where)
+            self.n_bytes += 0 if value is None else value.nbytes
             coded, error, dtype = self._reader.decode(self._snapshot, piece, *self._stream)
             if not piece.exact:
                 error = self._reader.open(self._snapshot, piece, *self._stream)[1].error
@@ -193,7 +198,7 @@ def recode_stream(
     stream: StreamName,
     target: Target,
     *,
-    advance: Callable[[int], None],
+    advance: Callable[[int, int], None],
     n_threads: int | None = None,
 ) -> tuple[StreamState, int]:
     """Code one stream and store its frames; nothing names them yet.
@@ -205,7 +210,7 @@ def recode_stream(
     new
         From `recoded_record`.
     advance
-        Called with tokens that are done.
+        Called with tokens that are done, and bytes of the source that were read for them.
 
     Returns
     -------
@@ -238,13 +243,13 @@ def recode_stream(
     def on_seal() -> None:
         store(writer.take_sealed())
         writer.sealed_stored()
-        advance(writer.end - decoded.first)
+        advance(writer.end - decoded.first, decoded.n_bytes)
 
     writer.push(prepared, on_seal, n_threads)
     writer.fix_if_due()
     store(writer.puts())
     sink.flush()
-    advance(decoded.n_tokens)
+    advance(decoded.n_tokens, decoded.n_bytes)
     return writer.state, sink.n_bytes
 
 
@@ -293,8 +298,3 @@ def recode_ids(snapshot: Snapshot, item: Item, new: SessionRecord, target: Targe
             sink.add(keys.tokens_key(new.owner, chunk), pack_ids(ids, new.owner, chunk))
     sink.flush()
     return sink.n_bytes
-
-
-def recoded_item(item: Item, new: SessionRecord, model: Model, where: str) -> Item:
-    """Return the session that has been coded, as it will be published."""
-    return Item(item.name, new.pack(item.name), new, model, where)

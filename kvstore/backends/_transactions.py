@@ -12,6 +12,7 @@ from kvcodecs._core import release_pages
 from kvcodecs.errors import InvalidArgument, KvError
 
 from ..backend import Value
+from ..passing import Passing
 from ._checks import expired, no_shards
 from ._environment import Environment
 from ._errors import translate
@@ -50,7 +51,12 @@ class LmdbSnapshot:
             raise self._translate(error) from error
 
     def sizes(self, prefix: bytes) -> Iterator[tuple[bytes, int]]:
-        return ((key, value.nbytes) for key, value in self.scan(prefix))
+        # The binding touches every page of a value that it finds.
+        passing = Passing(self)
+        for key, value in self.scan(prefix):
+            yield key, value.nbytes
+            passing.add(value)
+        passing.release()
 
     def prefetch(self, keys: Iterable[bytes]) -> None:
         """Nothing: the values are in the map."""

@@ -13,7 +13,13 @@ import os
 import sys
 from collections.abc import Sequence
 
-from kvtools import archive_commands, packing_commands, session_commands, trial_commands
+from kvtools import (
+    archive_commands,
+    migration_commands,
+    packing_commands,
+    session_commands,
+    trial_commands,
+)
 from kvtools.command import Command
 from kvtools.signals import ending_signals
 from kvtools.terminal import accept_any_text, plain
@@ -39,6 +45,8 @@ ADVICE = {
     "; commit first what was appended": "",
     "open it with mode='a' once, or run kvstore upgrade": "kvstore upgrade makes it",
     ", or None": ", or none",
+    "go on with resume=True": "go on with --resume",
+    "resume=True passes over it": "--resume passes over it",
     "use backup=False": "use --no-backup",
     "unpin or delete sessions, close appenders, or raise the quota": "make room with kvstore pin "
     "--off, kvstore rm or a larger kvstore quota, or end what is appending to sessions",
@@ -57,6 +65,7 @@ COMMANDS: dict[str, Command] = {
     **packing_commands.COMMANDS,
     **archive_commands.COMMANDS,
     **session_commands.COMMANDS,
+    **migration_commands.COMMANDS,
     **trial_commands.COMMANDS,
 }
 

@@ -152,17 +152,18 @@ def _details(info: SessionInfo, *, layers: bool) -> dict[str, Any]:
         "record_bytes": info.record_bytes,
         "max_error": info.error.max_error,
         "rms_error": info.error.rms,
+        "n_recoded": info.n_recoded,
         "largest_error_over_bound": _error_over_bound(info),
     }
     if layers:
         details["layers"] = [
-            _stream_details(stream, info.model.layers[stream.layer].window)
+            _stream_details(info, stream, info.model.layers[stream.layer].window)
             for stream in info.streams
         ]
     return details
 
 
-def _stream_details(stream: StreamInfo, window: int | None) -> dict[str, Any]:
+def _stream_details(info: SessionInfo, stream: StreamInfo, window: int | None) -> dict[str, Any]:
     return {
         "layer": stream.layer,
         "kind": stream.kind,
@@ -171,7 +172,7 @@ def _stream_details(stream: StreamInfo, window: int | None) -> dict[str, Any]:
         "head_dim": stream.head_dim,
         "codec": stream.codec,
         "step": stream.step,
-        "bound": _bound(stream),
+        "bound": _bound(info, stream),
         "max_error": stream.error.max_error,
         "rms_error": stream.error.rms,
         "start_token": stream.start_token,
@@ -206,7 +207,7 @@ def _show_session(info: SessionInfo, *, layers: bool) -> None:
             else ()
         ),
         ("max error", f"{number_text(error.max_error)}, {_bound_text(info)}"),
-        ("RMS error", number_text(error.rms)),
+        ("RMS error", f"{number_text(error.rms)}{', a bound' if info.n_recoded else ''}"),
         ("created", date_text(info.created)),
         ("committed", date_text(info.updated)),
         *((("pinned", "yes"),) if info.pinned else ()),
@@ -229,7 +230,7 @@ def _show_session(info: SessionInfo, *, layers: bool) -> None:
                 f"{stream.n_frames}",
                 number_text(stream.bits_per_value, 4),
                 number_text(stream.error.max_error),
-                number_text(_bound(stream)),
+                number_text(_bound(info, stream)),
                 number_text(stream.error.rms),
             )
             for stream in info.streams
@@ -255,8 +256,13 @@ def _window_cells(model: Model, stream: StreamInfo) -> tuple[str, str]:
     return "-" if window is None else str(window), str(stream.start_token)
 
 
-def _bound(stream: StreamInfo) -> float | None:
-    """Largest error the codec allows in the coded domain; 0 when lossless, None when unknown."""
+def _bound(info: SessionInfo, stream: StreamInfo) -> float | None:
+    """Largest error the codec allows in the coded domain; 0 when lossless, None when unknown.
+
+    Of what was coded anew only the last codec is known, and not how far off its input was.
+    """
+    if info.n_recoded:
+        return None
     if stream.step is not None:
         return stream.step / 2
     return 0.0 if stream.error.max_error == 0 else None
@@ -267,12 +273,15 @@ def _error_over_bound(info: SessionInfo) -> float | None:
     ratios = [
         stream.error.max_error / bound
         for stream in info.streams
-        if (bound := _bound(stream)) and stream.error.is_known
+        if (bound := _bound(info, stream)) and stream.error.is_known
     ]
     return max(ratios, default=None)
 
 
 def _bound_text(info: SessionInfo) -> str:
+    if info.n_recoded:
+        times = count_text(info.n_recoded + 1, "coding")
+        return f"a bound, of {times} together: kvstore migrate --codec coded it anew"
     ratio = _error_over_bound(info)
     if ratio is None:
         return "bit exact" if info.error.max_error == 0 else "no bound recorded"

@@ -20,15 +20,19 @@ from kvtools.values import (
 DTYPES = ("float16", "bfloat16", "float32")
 
 
-def add_codec(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+def add_codec(
+    parser: argparse.ArgumentParser, default: str | None = "kvr1"
+) -> argparse._ArgumentGroup:
+    """Add the options that `kvtools.pack.codec_config` reads; `default` None: the one there is."""
     codec = parser.add_argument_group("codec")
     codec.add_argument(
         "--codec",
         choices=("kvr1", "tkv1", "raw"),
-        default="kvr1",
+        default=default,
         help="kvr1: frozen tables; tkv1: adapts to each block, several times slower, smaller where "
         "the spread of a channel changes from token to token or where a few values lie far beyond "
-        "all others; raw: bit exact (default: kvr1)",
+        "all others; "
+        f"raw: bit exact (default: {default or 'each session keeps its own'})",
     )
     policy = codec.add_mutually_exclusive_group()
     narrow = "float16 and bfloat16 add half a unit in their last place"

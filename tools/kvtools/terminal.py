@@ -103,16 +103,28 @@ def note(text: str, *, quiet: bool) -> None:
 
 
 @contextmanager
-def progress(label: str, *, quiet: bool) -> Iterator[Progress]:
-    """Yield a function ``(done, total)`` that moves a bar on stderr, if that is a terminal."""
+def progress(label: str, *, quiet: bool, rate: bool = False) -> Iterator[Progress]:
+    """Yield a function ``(done, total)`` that moves a bar on stderr, if that is a terminal.
+
+    With `rate` both are bytes, and the bar says how many a second there are.
+    """
     if quiet or not sys.stderr.isatty():
         yield lambda done, total: None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        ProgressColumn,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
     from rich.progress import Progress as Bars
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    columns: list[ProgressColumn] = [TextColumn("{task.description}"), BarColumn()]
+    if rate:
+        columns.append(TransferSpeedColumn())
+    columns.append(TimeRemainingColumn())
     with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
         task = bars.add_task(label, total=None)
         yield lambda done, total: bars.update(task, completed=done, total=total)
@@ -125,6 +137,11 @@ def size_text(n_bytes: float) -> str:
             return f"{n_bytes:.0f} {unit}" if unit == "B" else f"{n_bytes:.2f} {unit}"
         n_bytes /= 1000
     return f"{n_bytes:.2f} TB"
+
+
+def rate_text(n_bytes: float, seconds: float) -> str:
+    """Write bytes per second, such as ``"1.3 MB/s"``."""
+    return f"{size_text(n_bytes / seconds if seconds > 0 else 0)}/s"
 
 
 def date_text(seconds: float) -> str:

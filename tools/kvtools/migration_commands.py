@@ -1,0 +1,69 @@
+"""`migrate` on the command line: its arguments."""
+
+from __future__ import annotations
+
+import argparse
+
+from kvtools.command import Command
+from kvtools.packing_commands import add_codec
+from kvtools.values import path, up_to
+
+MAX_WORKERS = 1024
+
+
+def _add_migrate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "source",
+        type=path,
+        metavar="SRC",
+        help="an archive (a folder, zarr:FOLDER, s3://bucket/prefix); or a folder of .tkv files, "
+        "zarr2:FOLDER, or a safetensors file as pack takes it",
+    )
+    parser.add_argument(
+        "target",
+        type=path,
+        metavar="DST",
+        help="an archive, begun if missing; or NAME.tkvdir for .tkv files, zarr2:FOLDER for arrays "
+        "of zarr format 2, or NAME.safetensors for one session decoded",
+    )
+    parser.add_argument(
+        "--sessions",
+        nargs="+",
+        metavar="NAME",
+        help="names, or patterns with *, ? and [...] (default: all)",
+    )
+    add_codec(parser, default=None)
+    parser.add_argument(
+        "--workers",
+        type=up_to(MAX_WORKERS),
+        metavar="N",
+        help="threads that code anew (default: one per CPU)",
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on where a migration was killed; pass over sessions that DST has already",
+    )
+    parser.add_argument(
+        "--verify",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="read all again before DST is given its name: moved sessions are compared byte for "
+        "byte, others are checked (default: yes)",
+    )
+    parser.add_argument(
+        "--dask",
+        metavar="SCHEDULER",
+        help="let the workers of this Dask cluster do the work, such as tcp://host:8786; they must "
+        "reach SRC and DST under these names",
+    )
+
+
+COMMANDS = {
+    "migrate": Command(
+        "migrate",
+        "Copy sessions to another archive or format: byte for byte, or coded anew with --codec.",
+        _add_migrate,
+        "kvstore migrate chats.kv zarr:chats.zarr --sessions alice/*",
+    ),
+}
