@@ -242,7 +242,7 @@ def begin(backend: Backend, mode: Mode, timeout: float) -> dict[str, Any]:
         value = snapshot.get(keys.ARCHIVE)
         if value is not None:
             return check_archive(value, backend.path)
-        if next(snapshot.scan(b""), None) is not None:
+        if next(snapshot.sizes(b""), None) is not None:
             raise Corrupt(f"{backend.path}: not an archive of this project, or its record is lost")
     if mode == "r":
         raise NotFound(f"{backend.path}: empty; open it with mode='a' to begin an archive")

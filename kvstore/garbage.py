@@ -46,7 +46,7 @@ def living(archive: OpenArchive, snapshot: Snapshot) -> Living:
     """Return all sessions, read anew."""
     found = Living()
     names = session_names(snapshot)
-    found.all_read = len(names) == sum(1 for _ in snapshot.scan(keys.SESSION))
+    found.all_read = len(names) == sum(1 for _ in snapshot.sizes(keys.SESSION))
     for name in names:
         try:
             record = archive._catalog.record(snapshot, name, fresh=True)
@@ -82,7 +82,8 @@ def collect_garbage(archive: OpenArchive) -> int:
             n_bytes += _sweep_lists(transaction, alive)
         return n_bytes
 
-    return archive._room.write(work, frees=True)
+    n_bytes = archive._room.write(work, frees=True)
+    return n_bytes + archive._backend.collect(archive._timeout)
 
 
 def rebuild_index(archive: OpenArchive) -> tuple[int, list[KvError]]:
@@ -103,7 +104,8 @@ def index_anew(archive: OpenArchive, transaction: Transaction) -> tuple[int, lis
 
     entries = expected_entries(transaction, pairs, archive.path, on_error)
     wanted.update(dict.fromkeys(entries, b""))
-    stored = [key for prefix in (keys.USER, keys.PREFIX) for key, _ in transaction.scan(prefix)]
+    lists = (keys.USER, keys.PREFIX)
+    stored = [key for prefix in lists for key, _ in transaction.sizes(prefix)]
     for key in stored:
         # What a session needs that cannot be read is not known: its lists stay.
         if key not in wanted and alive.all_read:
@@ -144,21 +146,17 @@ def _sweep_lists(transaction: Transaction, alive: Living) -> int:
     users = dict(_wanted_users(alive))
     owners = {keys.parse(key).owner for key in users}
     unused = [
-        (key, value.nbytes)
-        for key, value in transaction.scan(keys.IDENTITY)
-        if key[1:] not in models
+        (key, n_bytes) for key, n_bytes in transaction.sizes(keys.IDENTITY) if key[1:] not in models
     ]
-    unused += [
-        (key, value.nbytes) for key, value in transaction.scan(keys.USER) if key not in users
-    ]
-    for key, value in transaction.scan(keys.PREFIX):
+    unused += [(key, n_bytes) for key, n_bytes in transaction.sizes(keys.USER) if key not in users]
+    for key, n_bytes in transaction.sizes(keys.PREFIX):
         try:
             _, _, owner = parse_entry(key)
         except Corrupt:
-            unused.append((key, value.nbytes))
+            unused.append((key, n_bytes))
             continue
         if owner not in owners:
-            unused.append((key, value.nbytes))
+            unused.append((key, n_bytes))
     for key, _ in unused:
         transaction.delete(key)
     return sum(size for _, size in unused)
@@ -167,7 +165,7 @@ def _sweep_lists(transaction: Transaction, alive: Living) -> int:
 def _owners(snapshot: Snapshot) -> list[int]:
     found = set()
     for prefix in keys.OWNED:
-        for key, _ in snapshot.scan(prefix):
+        for key, _ in snapshot.sizes(prefix):
             try:
                 owner = keys.parse(key).owner
             except Corrupt:

@@ -40,6 +40,8 @@ from .stored_frame import first_value, share_of_error
 
 # Payloads and RoPE tables that are at hand at a time: mapped pages count as memory once touched.
 _BATCH_BYTES: Final = 16 << 20
+# Frames that are announced to the backend at a time.
+_MOST_AHEAD: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +180,7 @@ class Reader:
     ) -> Iterator[list[_Work]]:
         """Yield frames checked as `open` does, about `_BATCH_BYTES` at a time."""
         start = stop = 0
+        ahead = 0 if len(todo) > 1 else 1
         while stop < len(todo):
             frames: list[memoryview] = []
             wheres: list[str] = []
@@ -185,6 +188,9 @@ class Reader:
             n_bytes = 0
             try:
                 while stop < len(todo) and n_bytes < _BATCH_BYTES:
+                    if stop == ahead:
+                        ahead += _MOST_AHEAD
+                        self._announce(snapshot, todo[stop:ahead])
                     piece = todo[stop][1]
                     stop += 1
                     where = f"{self.where} {piece.name}"
@@ -212,6 +218,15 @@ class Reader:
                 raise
             yield works
             start = stop
+
+    def _announce(self, snapshot: Snapshot, todo: Sequence[tuple[Request, Piece]]) -> None:
+        """Say which frames and stream headers are read next: they may have a long way."""
+        wanted = [key for _, piece in todo for key in piece.keys]
+        streams = {(piece.owner, piece.layer, piece.kind) for _, piece in todo if not piece.raw}
+        for owner, layer, kind in streams:
+            if (layer, kind) not in self._owners.get(owner, ()):
+                wanted.append(keys.stream_key(keys.HEADER, owner, layer, kind))
+        snapshot.prefetch(wanted)
 
     def check_end(
         self, snapshot: Snapshot, record: SessionRecord, layer: int, kind: Kind, stop: int

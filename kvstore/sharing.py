@@ -125,10 +125,10 @@ def _claim_stream(record: SessionRecord, stream: StreamName, of: Callable[[int],
             claim.tails.add(stream)
 
 
-def owned_by(snapshot: Snapshot, owner: int) -> Iterator[tuple[bytes, memoryview]]:
-    """Yield every key and value that an owner stores."""
+def owned_by(snapshot: Snapshot, owner: int) -> Iterator[tuple[bytes, int]]:
+    """Yield every key that an owner stores, and the length of its value."""
     for prefix in keys.OWNED:
-        yield from snapshot.scan(keys.owner_prefix(prefix, owner))
+        yield from snapshot.sizes(keys.owner_prefix(prefix, owner))
 
 
 def user_keys(record: SessionRecord, model: Model) -> set[bytes]:
@@ -251,7 +251,7 @@ def delete_record(
 def delete_unreadable(transaction: Transaction, catalog: Catalog, session: int) -> None:
     """Delete what a session alone used whose record is gone and could not be read."""
     used = []
-    for key, _ in transaction.scan(keys.USER):
+    for key, _ in transaction.sizes(keys.USER):
         try:
             parsed = keys.parse(key)
         except Corrupt:
@@ -280,7 +280,7 @@ def _has_appender(snapshot: Snapshot, owner: int) -> bool:
 
     The common case, and quick however many forks the session has.
     """
-    return next(snapshot.scan(keys.user_key(owner, keys.FOR_EVER, 0)[:-8]), None) is not None
+    return next(snapshot.sizes(keys.user_key(owner, keys.FOR_EVER, 0)[:-8]), None) is not None
 
 
 def sweep(transaction: Transaction, owner: int, claims: list[Claim]) -> int:
@@ -297,13 +297,13 @@ def has_unused(snapshot: Snapshot, owner: int, claims: list[Claim]) -> bool:
 
 
 def _unused(snapshot: Snapshot, owner: int, claims: list[Claim]) -> Iterator[tuple[bytes, int]]:
-    for key, value in owned_by(snapshot, owner):
+    for key, n_bytes in owned_by(snapshot, owner):
         try:
             parsed = keys.parse(key)
         except Corrupt:
             continue  # not a key of ours to judge
         if not any(claim.needs(parsed) for claim in claims):
-            yield key, value.nbytes
+            yield key, n_bytes
 
 
 def _claims_on(snapshot: Snapshot, catalog: Catalog, owner: int) -> list[Claim] | None:

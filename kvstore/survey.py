@@ -66,7 +66,7 @@ class Survey:
 def session_names(snapshot: Snapshot) -> list[str]:
     """Return the names of all sessions, in byte order; keys that are no names are left out."""
     names = []
-    for key, _ in snapshot.scan(keys.SESSION):
+    for key, _ in snapshot.sizes(keys.SESSION):
         try:
             names.append(keys.name_of(key))
         except Corrupt:

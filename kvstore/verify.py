@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import islice
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvcodecs.errors import Corrupt, KvError, NotFound
 from kvcodecs.frame import HEADER_BYTES
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
     from kvcodecs.spec import Kind
 
     from .opened import OpenArchive
+
+# Frames that are announced to the backend at a time.
+_AT_A_TIME: Final = 64
 
 
 class Problem(NamedTuple):
@@ -101,7 +105,7 @@ def verify(
     """
     report = Report(decoded=decode)
     with archive._read() as snapshot:
-        every = {key for key, _ in snapshot.scan(b"")}
+        every = {key for key, _ in snapshot.sizes(b"")}
         seen: set[bytes] = set()
 
         def checked(key: bytes) -> None:
@@ -188,10 +192,13 @@ def _check_session(
             except KvError as error:
                 report.add(f"{spot} header", error)
                 bad_headers.add(owner)
-        for piece in all_pieces(record, layer, kind):
-            yield from piece.keys
-            if piece.raw or piece.owner not in bad_headers:
-                _check_frame(snapshot, passing, reader, piece, layer, kind, where, report)
+        found = all_pieces(record, layer, kind)
+        while some := list(islice(found, _AT_A_TIME)):
+            snapshot.prefetch([key for piece in some for key in piece.keys])
+            for piece in some:
+                yield from piece.keys
+                if piece.raw or piece.owner not in bad_headers:
+                    _check_frame(snapshot, passing, reader, piece, layer, kind, where, report)
     passing.release()
     if record.has_ids:
         yield from _check_ids(snapshot, record, where, reader.where, report)
