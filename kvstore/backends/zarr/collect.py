@@ -54,6 +54,7 @@ def collect(shared: Shared, head: Head, writer: Writer, grace_seconds: float) ->
             {},
             n_entries=head.n_entries,
             used_bytes=head.used_bytes,
+            table_bytes=head.table_bytes,
             grace_seconds=grace_seconds,
             sweep_most=None,
         )

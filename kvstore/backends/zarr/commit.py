@@ -37,6 +37,7 @@ def commit_changes(
     *,
     n_entries: int,
     used_bytes: int,
+    table_bytes: int,
     grace_seconds: float,
     shards: Mapping[str, int] | None = None,
     sweep_most: int | None = A_FEW,
@@ -47,8 +48,8 @@ def commit_changes(
     ----------
     head
         The last commit.
-    n_entries, used_bytes
-        Number and bytes of all keys and values after it.
+    n_entries, used_bytes, table_bytes
+        Of all keys and values after it; see `commits.Commit`.
     shards
         Names of sessions whose blocks are laid together, and about how many bytes go into one
         shard.
@@ -99,6 +100,7 @@ def commit_changes(
         tables=tables,
         n_entries=n_entries,
         used_bytes=used_bytes,
+        table_bytes=table_bytes,
         sync=_both(left_over, placed.sync),
         time=now_ns // 10**9,
     )
@@ -204,7 +206,7 @@ def _merge(
 ) -> tuple[tuple[Listed, ...], tuple[Listed, ...], tuple[Segment, ...]]:
     """Merge the newest tables if it is time; return those, and what is below the commit now."""
     listed, tables = head.below, head.tables
-    n = n_to_merge(listed)
+    n = n_to_merge(listed, head.table_bytes)
     if not n:
         return (), listed, tables
     try:

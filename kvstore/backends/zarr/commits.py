@@ -37,6 +37,9 @@ _NONCE: Final = re.compile(r"[0-9a-f]{16}")
 _LEAST_RUN: Final = 4
 # Into the run goes each older one that is not this many times as long as what is newer.
 _RATIO: Final = 2
+# Or all are merged, once they are so many times as long as need be, and these bytes.
+_MOST_WASTE: Final = 3
+_WASTE_BYTES: Final = 1 << 18
 # More than any archive has, since tables at least double in length from the newest to the oldest.
 _MOST_TABLES: Final = 1 << 10  # each takes less than 128 bytes of `FIRST_BYTES`
 
@@ -83,6 +86,8 @@ class Commit:
         What is below its own changes, the newest first.
     n_entries, used_bytes
         Number, and bytes, of the engine's keys and values; frames count as values.
+    table_bytes
+        The part of them that is in tables: references instead of frames.
     sync
         What was to be done for zarr's tools.
     time
@@ -95,6 +100,7 @@ class Commit:
     tables: tuple[Listed, ...]
     n_entries: int
     used_bytes: int
+    table_bytes: int
     sync: Sync = field(default_factory=Sync)
     time: int = 0
 
@@ -108,6 +114,7 @@ class Commit:
             "tables": [list(listed) for listed in self.tables],
             "n_entries": self.n_entries,
             "used_bytes": self.used_bytes,
+            "table_bytes": self.table_bytes,
             "sync": self.sync.to_json(),
             "time": self.time,
         }
@@ -143,6 +150,8 @@ class Commit:
                 "install a newer kvstore"
             )
         try:
+            if version != FORMAT_VERSION or fields["number"] != number:
+                raise ValueError(f"format {version!r}, number {fields['number']!r}")
             found = cls(
                 number=_count(fields["number"]),
                 epoch=_count(fields["epoch"]),
@@ -150,11 +159,10 @@ class Commit:
                 tables=_tables(fields["tables"], number),
                 n_entries=_count(fields["n_entries"]),
                 used_bytes=_count(fields["used_bytes"]),
+                table_bytes=_count(fields["table_bytes"]),
                 sync=Sync.from_json(fields["sync"]),
                 time=_count(fields["time"]),
             )
-            if version != FORMAT_VERSION or found.number != number:
-                raise ValueError(f"format {version!r}, number {found.number}")
         except (KeyError, ValueError, TypeError, AttributeError) as error:
             raise Corrupt(f"{where}: not a commit: {error}; restore a copy") from error
         return found, n_bytes
@@ -204,12 +212,22 @@ def commit_numbers(objects: Objects, after: str | None = None) -> list[int]:
     return [int(match[1], 16) for match in found if match]
 
 
-def n_to_merge(tables: tuple[Listed, ...]) -> int:
+def n_to_merge(tables: tuple[Listed, ...], table_bytes: int) -> int:
     """Return how many of the newest tables are to be merged into one; 0 for none.
 
     All commits go, so that they can be deleted in order; then each older table that is not much
-    longer than what is newer. So lengths at least double from one table to the next.
+    longer than what is newer. So lengths at least double from one table to the next. Where most
+    of what the tables have is out of date, all go.
+
+    Parameters
+    ----------
+    tables
+        The newest first.
+    table_bytes
+        What is not out of date; see `Commit`.
     """
+    if sum(listed.n_bytes for listed in tables) > _MOST_WASTE * table_bytes + _WASTE_BYTES:
+        return len(tables)
     n = n_bytes = 0
     for listed in tables:
         if not listed.is_commit and listed.n_bytes >= _RATIO * n_bytes:

@@ -33,6 +33,7 @@ IS_ASIDE: Final = 1
 IN_SHARD: Final = 2
 
 _REFERENCE: Final = struct.Struct("<BxxxIQ")
+REFERENCE_BYTES: Final = _REFERENCE.size
 _DOOMED: Final = struct.Struct(">2sQI")
 _SAFE: Final = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.")
 #: Longest name of a group: file systems take 255 bytes, and a number may be added.

@@ -54,6 +54,10 @@ class Head:
         return self.commit.used_bytes if self.commit is not None else 0
 
     @property
+    def table_bytes(self) -> int:
+        return self.commit.table_bytes if self.commit is not None else 0
+
+    @property
     def n_entries(self) -> int:
         return self.commit.n_entries if self.commit is not None else 0
 
@@ -111,7 +115,7 @@ class Shared:
 
     def doubt(self) -> None:
         """Read the last commit anew the next time: another archive may have taken the place."""
-        self._is_doubtful = True
+        self._is_doubtful, self.synced = True, 0
 
     def head(self) -> Head:
         """Return the last commit.

@@ -13,7 +13,7 @@ from ... import keys
 from ...backend import MAX_KEY_BYTES, Value
 from .commit import commit_changes
 from .objects import Writer
-from .places import INTERNAL, home_of
+from .places import INTERNAL, REFERENCE_BYTES, home_of
 from .segment import GONE, Entry, Gone, successor
 from .sessions import n_sealed, stored_session
 from .shared import Head, Shared
@@ -101,6 +101,7 @@ class ZarrTransaction(ZarrSnapshot):
         self._shared, self._head, self._writer = shared, head, writer
         self._limit, self._what = limit, what
         self._n_bytes, self._n_entries = head.used_bytes, head.n_entries
+        self._n_table_bytes = head.table_bytes
         self._shards: dict[str, int] = {}
         #: The error after which nothing is committed, as in LMDB.
         self.failed: Full | None = None
@@ -113,20 +114,24 @@ class ZarrTransaction(ZarrSnapshot):
         if self.failed is not None:
             raise self.failed
         old = self.find(key)
-        n_bytes = self._n_bytes + len(value)
-        n_bytes += len(key) if old is None else -length_of(key, old)
+        length = len(key) + len(value)
+        less = 0 if old is None else len(key) + length_of(key, old)
+        n_bytes = self._n_bytes + length - less
         if self._limit is not None and n_bytes > max(self._limit, self._n_bytes):
             text = f"{self._where}: {self._what} of {self._limit} bytes is reached"
             self.failed = Full(text, is_limit=True)
             raise self.failed
         self._n_bytes = n_bytes
+        self._n_table_bytes += _in_tables(key, length) - (_in_tables(key, less) if less else 0)
         self._n_entries += old is None
         self._overlay.put(key, Pending(value) if is_frame(key) else bytes(value))
 
     def delete(self, key: bytes) -> None:
         old = self.find(key) if key < INTERNAL else None
         if old is not None:
-            self._n_bytes -= len(key) + length_of(key, old)
+            less = len(key) + length_of(key, old)
+            self._n_bytes -= less
+            self._n_table_bytes -= _in_tables(key, less)
             self._n_entries -= 1
             self._overlay.put(key, GONE)
 
@@ -160,6 +165,12 @@ class ZarrTransaction(ZarrSnapshot):
                 changes,
                 n_entries=self._n_entries,
                 used_bytes=self._n_bytes,
+                table_bytes=self._n_table_bytes,
                 grace_seconds=self._grace_seconds,
                 shards=self._shards,
             )
+
+
+def _in_tables(key: bytes, n_bytes: int) -> int:
+    """Return how much of a key and its value the tables have."""
+    return len(key) + REFERENCE_BYTES if is_frame(key) else n_bytes
