@@ -54,8 +54,8 @@ class Sessions(RuleBasedStateMachine):
     def begin(self):
         self.directory = tempfile.TemporaryDirectory(prefix="kvstore-model-")
         self.place = f"{self.directory.name}/a.kv"
-        if self.prefix == "memory":
-            self.place = f"memory:{self.place}"
+        if self.prefix != "lmdb":
+            self.place = f"{self.prefix}:{self.place}"
         self.archive = kvstore.open(self.place, "a")
         self.open = {}
         self.sessions = {}
@@ -176,9 +176,14 @@ class SessionsInLmdb(Sessions):
     prefix = "lmdb"
 
 
+class SessionsInZarr(Sessions):
+    prefix = "zarr"
+
+
 TestMemory = Sessions.TestCase
 TestLmdb = SessionsInLmdb.TestCase
-for case in (TestMemory, TestLmdb):
+TestZarr = SessionsInZarr.TestCase
+for case in (TestMemory, TestLmdb, TestZarr):
     case.settings = settings(
         max_examples=20,
         stateful_step_count=30,

@@ -15,10 +15,12 @@ CODECS = {"raw": Raw(), "kvr1": KVR1(step=0.25)}
 BLOCK, FIT = 16, 8
 
 
-@pytest.fixture(params=["memory", "lmdb"])
+@pytest.fixture(params=["memory", "lmdb", "zarr"])
 def archive(request, tmp_path):
     place = str(tmp_path / "a.kv")
-    with kvstore.open(place if request.param == "lmdb" else f"memory:{place}", "a") as opened:
+    with kvstore.open(
+        {"memory": f"memory:{place}", "lmdb": place, "zarr": f"zarr:{place}"}[request.param], "a"
+    ) as opened:
         yield opened
         assert_sound(opened)
 

@@ -18,10 +18,12 @@ BLOCK = 16
 N = 14_900
 
 
-@pytest.fixture(params=["memory", "lmdb"])
+@pytest.fixture(params=["memory", "lmdb", "zarr"])
 def archive(request, tmp_path):
     place = str(tmp_path / "a.kv")
-    with kvstore.open(place if request.param == "lmdb" else f"memory:{place}", "a") as opened:
+    with kvstore.open(
+        {"memory": f"memory:{place}", "lmdb": place, "zarr": f"zarr:{place}"}[request.param], "a"
+    ) as opened:
         yield opened
         assert_sound(opened)
 

@@ -35,10 +35,11 @@ EXTREMES += [2**32, 2**32 + 1, -1, -(2**31), LOW, LOW + 1, HIGH, 2**40]
 SETTINGS = settings(max_examples=60, deadline=None)
 
 
-@pytest.fixture(scope="module", params=["lmdb", "memory"])
+@pytest.fixture(scope="module", params=["lmdb", "memory", "zarr"])
 def backend(request, tmp_path_factory):
     place = str(tmp_path_factory.mktemp("prefix") / "a.kv")
-    opened = open_backend(place if request.param == "lmdb" else f"memory:{place}", "a")
+    places = {"memory": f"memory:{place}", "lmdb": place, "zarr": f"zarr:{place}"}
+    opened = open_backend(places[request.param], "a")
     yield opened
     opened.close()
 

@@ -18,10 +18,10 @@ MODEL = kvstore.Model.uniform(
 B = 64
 
 
-@pytest.fixture(params=["memory", "lmdb"])
+@pytest.fixture(params=["memory", "lmdb", "zarr"])
 def archive(request, tmp_path):
-    place = "memory:" if request.param == "memory" else tmp_path / "a.kv"
-    with kvstore.open(place, "a") as opened:
+    places = {"memory": "memory:", "lmdb": tmp_path / "a.kv", "zarr": f"zarr:{tmp_path / 'a.kv'}"}
+    with kvstore.open(places[request.param], "a") as opened:
         yield opened
 
 

@@ -15,10 +15,12 @@ MODEL = kvstore.Model.uniform(name="m", n_layers=3, n_kv_heads=2, head_dim=16, r
 STEP = 0.25
 
 
-@pytest.fixture(params=["memory", "lmdb"])
+@pytest.fixture(params=["memory", "lmdb", "zarr"])
 def place(request, tmp_path):
     if request.param == "lmdb":
         yield str(tmp_path / "a.kv")
+    elif request.param == "zarr":
+        yield f"zarr:{tmp_path / 'a.kv'}"
     else:
         yield f"memory:{tmp_path}"
         from kvstore.backends import memory

@@ -146,8 +146,8 @@ class Sharing(RuleBasedStateMachine):
         self.patches.setattr("kvstore.prefix._BLOCK_BYTES", HASH_TOKENS * 8)
         self.directory = tempfile.TemporaryDirectory(prefix="kvstore-model-")
         self.place = f"{self.directory.name}/a.kv"
-        if self.prefix == "memory":
-            self.place = f"memory:{self.place}"
+        if self.prefix != "lmdb":
+            self.place = f"{self.prefix}:{self.place}"
         self.archive = kvstore.open(self.place, "a")
         self.open = {}
         self.sessions = {}
@@ -607,6 +607,10 @@ class Sharing(RuleBasedStateMachine):
             self.patches.undo()
 
 
+class SharingInZarr(Sharing):
+    prefix = "zarr"
+
+
 class SharingInLmdb(Sharing):
     prefix = "lmdb"
 
@@ -626,6 +630,8 @@ def _settings(n_examples, n_steps):
 
 TestMemory = Sharing.TestCase
 TestMemory.settings = _settings(40, 40)
+TestZarr = pytest.mark.slow(SharingInZarr.TestCase)
+TestZarr.settings = _settings(40, 40)
 TestLmdb = pytest.mark.slow(SharingInLmdb.TestCase)
 TestLmdb.settings = _settings(60, 50)
 TestLong = pytest.mark.slow(SharingForLong.TestCase)
