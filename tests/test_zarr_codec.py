@@ -498,6 +498,19 @@ def test_a_configuration_that_no_archive_writes_is_refused(change, kind, what):
         open_array(stream.files(configuration=configuration))
 
 
+def test_chunks_and_configurations_of_a_damaged_document_are_refused():
+    stream = Archived()
+    for chunk in ([3, 40], [3, 40, 32], [3, 41, 64], [1, 40, 64]):
+        document = stream.document()
+        document["chunk_grid"]["configuration"]["chunk_shape"] = chunk
+        with pytest.raises(ValueError, match="chunk"):
+            open_array(stream.files() | {"zarr.json": dump(document)})
+    for configuration in ([1], "x", 7):
+        document = stream.document(codecs=[{"name": NAME, "configuration": configuration}])
+        with pytest.raises((Corrupt, TypeError, ValueError)):
+            open_array(stream.files() | {"zarr.json": dump(document)})
+
+
 def test_a_stream_header_of_another_shape_is_refused():
     stream = Archived("raw")
     stream.header = b"\x07"

@@ -5,12 +5,18 @@ The only module that imports zarr. What chunks are made of is in `zarr_frames`.
 zarr hands a codec one chunk at a time and never says which. So a reader checks what a frame says
 of itself (layer, kind, stream, number of tokens), but not that it is the right one of its array:
 archives do, with their own reader. A chunk that is missing reads as the fill value, which is NaN.
+
+Writes into an archive's array are refused before anything is changed, and so is another shape.
+What zarr does without asking a codec it does: it deletes arrays and writes attributes; arrays in
+shards it resizes, and its fused pipeline leaves out a block of nothing but fill values that is
+written into a shard.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Self
 
@@ -59,8 +65,8 @@ class _Elsewhere(NamedTuple):
         if data is None:
             raise Corrupt(f"{NAME}: {place.path}: missing; it holds the stream header")
         header = check_header(data.as_numpy_array().tobytes(), self.tag, place.path)
-        while len(_fetched) >= _MOST_FETCHED:
-            _fetched.pop(next(iter(_fetched)), None)
+        if len(_fetched) >= _MOST_FETCHED:
+            _fetched.clear()
         _fetched[self.tag] = header
         return header
 
@@ -132,6 +138,8 @@ class FrameCodec(
     def from_dict(cls, data: dict[str, Any]) -> Self:
         """Return the codec of a `zarr.json`; `Corrupt`, `InvalidArgument` or `Unsupported`."""
         configuration = data.get("configuration") or {}
+        if not isinstance(configuration, Mapping):
+            raise Corrupt(f"{NAME}: configuration {configuration!r} is no object")
         kind = ArchiveArray if "archive" in configuration else OwnArray
         codec = cls.__new__(cls)
         object.__setattr__(codec, "array", kind.from_json(configuration))
@@ -166,8 +174,9 @@ class FrameCodec(
             and head_dim or do not fill the array, or another length than the archive's.
         """
         heads, tokens, head_dim = self._check(shape, dtype)
-        chunk = getattr(chunk_grid, "chunk_shape", None)
-        if chunk is None or (chunk[0], chunk[2]) != (heads, head_dim) or tokens % chunk[1]:
+        chunk = tuple(getattr(chunk_grid, "chunk_shape", ()))
+        n = chunk[1] if len(chunk) == 3 else 0
+        if n < 1 or chunk != (heads, n, head_dim) or tokens % n:
             raise InvalidArgument(
                 f"{NAME}: chunks of {chunk} in an array of {shape}: make them span heads and "
                 "head_dim, and tokens a multiple of theirs"
