@@ -676,8 +676,9 @@ WRITER = "_kvstore/writer"
 
 def stand_still(monkeypatch):
     """Let no lease of this process be renewed but by `check` and `renew`."""
-    monkeypatch.setattr(bucket_lease._renewer, "_run", lambda: None)
-    monkeypatch.setattr(bucket_lease._renewer, "_thread", None)
+    renewer = bucket_lease._Renewer()
+    renewer._run = lambda: None
+    monkeypatch.setattr(bucket_lease, "_renewer", renewer)
 
 
 class TestBucket:
@@ -895,12 +896,12 @@ class TestFaults:
         faulty.server.fail("drop after", "PUT .*writer")
         with objects.writer(1.0) as writer:
             assert writer.epoch == 1
-            for seconds in (0.2, 0.2):
-                time.sleep(seconds)
+            for _ in range(2):
+                time.sleep(0.3)  # `check` asks again after a quarter of the lease
                 faulty.server.fail("drop after", "PUT .*writer")
                 writer.check()
             # A renewal that failed for good, and happened.
-            time.sleep(0.2)
+            time.sleep(0.3)
             faulty.server.fail("drop after", "PUT .*writer")
             faulty.server.fail("500", ".*writer", times=100)
             with pytest.raises(kvstore.Locked, match="does not answer as it should"):
