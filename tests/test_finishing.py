@@ -38,7 +38,7 @@ def test_a_finished_session_is_not_changed_any_more(archive):
         lambda: session.append_range(other, 0, 10),
     ]
     for change in changes:
-        with pytest.raises(InvalidArgument, match="finished.*fork it"):
+        with pytest.raises(InvalidArgument, match=r"finished.*fork it"):
             change()
     np.testing.assert_array_equal(session.read(1, "v"), before)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from kvtools.command import Command, add_archive
-from kvtools.values import path, quota
+from kvtools.values import byte_count, path, quota
 
 
 def _add_ls(parser: argparse.ArgumentParser) -> None:
@@ -56,6 +56,23 @@ def _add_upgrade(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--no-backup", action="store_true", help="keep no copy")
 
 
+def _add_seal(parser: argparse.ArgumentParser) -> None:
+    add_archive(parser)
+    parser.add_argument("session", metavar="SESSION", nargs="*", help="(default: all)")
+    parser.add_argument(
+        "--shard",
+        action="store_true",
+        help="in a zarr archive, lay blocks together, many to an object; single ones are read as "
+        "before",
+    )
+    parser.add_argument(
+        "--shard-bytes",
+        type=byte_count,
+        metavar="BYTES",
+        help="about how large an object gets, such as 64M; implies --shard (default: 32MiB)",
+    )
+
+
 COMMANDS = {
     "ls": Command(
         "listing",
@@ -86,6 +103,12 @@ COMMANDS = {
         "Free the space of what killed writers left behind; the file keeps its size.",
         add_archive,
         "kvstore gc chats.kv",
+    ),
+    "seal": Command(
+        "seal",
+        "Finish sessions: nothing is appended to them any more; their blocks may share objects.",
+        _add_seal,
+        "kvstore seal zarr:chats.zarr --shard",
     ),
     "reindex": Command(
         "upkeep",

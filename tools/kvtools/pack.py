@@ -14,6 +14,7 @@ from kvcodecs.spec import Kind
 
 import kvstore
 from kvstore.backend import MEMORY_PREFIX
+from kvstore.destination import Place
 from kvstore.keys import check_name
 from kvstore.layout import MAX_FIT_TOKENS
 from kvtools.kvfile import KvFile
@@ -106,6 +107,12 @@ def _shard(args: argparse.Namespace) -> kvstore.Shard | None:
     return kvstore.Shard(rank, size, (start, stop))
 
 
+def _may_hold_an_archive(folder: Path) -> bool:
+    """Whether there is an archive, or nothing that one would be put among."""
+    found = os.listdir(folder) if os.path.isdir(folder) else []
+    return not found or "data.mdb" in found or "_kvstore" in found
+
+
 def _check_positions(args: argparse.Namespace, kv: KvFile) -> None:
     """Refuse a part of a session, whose tokens would silently get other positions."""
     first = kv.hints.first_token()
@@ -149,30 +156,32 @@ class _Job:
         path = self._args.archive
         if path.startswith(MEMORY_PREFIX):
             raise InvalidArgument(f"{path}: an archive in memory would end with this command")
-        if os.path.lexists(path):
-            if os.path.isdir(path) and os.listdir(path) and "data.mdb" not in os.listdir(path):
+        place = Place.of(path)
+        target = place.folder
+        if target is None or os.path.lexists(target):
+            if target is not None and not _may_hold_an_archive(target):
                 raise InvalidArgument(f"{path}: a folder with other files, and no archive")
             self._add(path)
             return
         # A new archive is built beside its place and moved there whole.
-        target = Path(path)
         if not target.parent.is_dir():
             raise NotFound(f"{path}: its folder does not exist")
         try:
             with folder_for(target) as temporary:
-                self._build(temporary, target)
+                self._build(temporary, target, place.prefix)
         except OSError as error:
             if not Path(str(error.filename)).name.startswith(f".{target.name}."):
                 raise
             raise OSError(error.errno, error.strerror, path) from error
         self.summary["archive"] = path
 
-    def _build(self, temporary: Path, target: Path) -> None:
+    def _build(self, temporary: Path, target: Path, prefix: str) -> None:
         """Store the session in an empty folder and move that to its place."""
         try:
-            self._add(str(temporary))
+            self._add(f"{prefix}{temporary}")
         except KvError as error:
-            error.args = (str(error).replace(str(temporary), self._args.archive),)
+            said = self._args.archive.removeprefix(prefix)
+            error.args = (str(error).replace(str(temporary), said),)
             raise
         os.rename(temporary, target)
 
