@@ -824,9 +824,23 @@ def check_documents(storage, backend):
             assert storage.data.get(key) == data, key
 
 
+@pytest.mark.parametrize(
+    ("is_remote", "grace_seconds"), [(True, 0.0), (False, 1000.0)], ids=["far", "near"]
+)
+@pytest.mark.parametrize("number", range(len(STEPS)), ids=[step.__name__ for step in STEPS])
+def test_death_at_any_change(number, is_remote, grace_seconds):
+    check_deaths(Storage(is_remote), number, grace_seconds, pace=5)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("grace_seconds", [0.0, 1000.0])
 @pytest.mark.parametrize("number", range(len(STEPS)), ids=[step.__name__ for step in STEPS])
 def test_death_at_every_change(storage, number, grace_seconds):
+    check_deaths(storage, number, grace_seconds, pace=1)
+
+
+def check_deaths(storage, number, grace_seconds, pace):
+    """Take a step that dies at every `pace`-th of its changes, and at none."""
     steps = STEPS[:number]
     run_steps(FakeObjects(storage), steps, grace_seconds)
     objects = FakeObjects(storage.copy())
@@ -834,7 +848,7 @@ def test_death_at_every_change(storage, number, grace_seconds):
     after = state(run_steps(objects, STEPS[number : number + 1], grace_seconds))
     n_calls, outcomes = objects.n_calls, []
     step = STEPS[number]
-    for dies_at in range(n_calls + 1):
+    for dies_at in [*range(0, n_calls, pace), n_calls]:
         left = storage.copy()
         with contextlib.suppress(Death):
             run_steps(FakeObjects(left, dies_at), [step], grace_seconds)
@@ -849,7 +863,7 @@ def test_death_at_every_change(storage, number, grace_seconds):
         expected = found | {"next": state(archive)["next"]}
         assert state(archive) == state(reader) == expected
         assert archive.verify().problems == []
-        if dies_at % 3 == 0:
+        if dies_at % 3 == 0 or dies_at == n_calls:
             check_documents(left, archive._backend)
             archive.gc()
             assert state(archive) == expected

@@ -28,7 +28,8 @@ from .places import (
 from .shared import Head, Shared
 from .snapshot import View
 
-_CHUNK: Final = re.compile(r"([^/]+)/[kv]_\d{3,}/c/\d+/\d+/\d+")
+# A chunk or a shard.
+_CHUNK: Final = re.compile(r"([^/]+)/[kv]_\d{3,}/c([/.])\d+\2\d+\2\d+")
 _ASIDE: Final = re.compile(re.escape(ASIDE) + r"([0-9a-f]{16})/([kv])_(\d{3,})/(\d+)")
 _OWNER_BYTES: Final = slice(8, 16)
 
