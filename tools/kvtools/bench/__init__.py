@@ -127,6 +127,12 @@ def _prefix(args: argparse.Namespace, config: CodecConfig, sample: Sample, path:
     return rows + measure_commits(config, sample, path)
 
 
+def _zarr(args: argparse.Namespace, config: CodecConfig, sample: Sample, path: Path) -> list[Row]:
+    from kvtools.bench.zarr_archives import measure_zarr
+
+    return measure_zarr(config, sample, path, args.reps)
+
+
 def _import(args: argparse.Namespace, config: CodecConfig, sample: Sample, _: Path) -> list[Row]:
     from kvtools.bench.processes import measure_import
 
@@ -153,6 +159,7 @@ GROUPS: dict[str, _Group] = {
     "open": _open,
     "append": _append,
     "prefix": _prefix,
+    "zarr": _zarr,
     "import": _import,
     "memory": _memory,
 }

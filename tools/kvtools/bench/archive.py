@@ -146,9 +146,11 @@ class PureDecode:
         return found
 
     def plan(self, outputs: dict[tuple[int, Kind], npt.NDArray[Any]]) -> Plan:
-        """Return what decodes to `outputs`."""
+        """Return what decodes to `outputs`, which need not be of all streams."""
         plan = Plan()
         for name, params, header, payload in self._frames:
+            if name not in outputs:
+                continue
             start = max(self._span[0], header.first_token)
             stop = min(self._span[1], header.stop_token)
             plan.add(
