@@ -93,6 +93,15 @@ def frame_key(owner: int, layer: int, kind: Kind, block: int) -> bytes:
     return _BLOCK.pack(FRAME, owner, layer, _KINDS.index(kind), block)
 
 
+def unpack_frame_key(key: bytes) -> tuple[int, int, Kind, int]:
+    """Return owner, layer, kind and block of the key of a frame; raises `Corrupt`."""
+    try:
+        _, owner, layer, kind, block = _BLOCK.unpack(key)
+        return owner, layer, _KINDS[kind], block
+    except (struct.error, IndexError) as error:
+        raise Corrupt(f"key {key!r}: {error}") from error
+
+
 def tokens_key(owner: int, chunk: int) -> bytes:
     """Key of a chunk of token ids."""
     return _CHUNK.pack(TOKENS, owner, chunk)

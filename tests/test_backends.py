@@ -514,6 +514,55 @@ class TestZarr(BackendSuite):
         return f"zarr:{tmp_path / 'a.zarr'}"
 
 
+class TestZarrInBucket(BackendSuite):
+    @pytest.fixture
+    def place(self, s3_server, monkeypatch):
+        for name, value in s3_server.options.items():
+            monkeypatch.setenv(f"AWS_{name.upper()}", value)
+        return s3_server.bucket() + "/a"
+
+    def test_a_lease_that_expired_is_taken_over(self, backend, place):
+        """Here by anybody, since nobody notices that a process has died."""
+        other = open_backend(place, "a")
+        lease = backend.lease(7, "s", expires=0.5)
+        with pytest.raises(Locked):
+            other.lease(7, "s")  # not expired yet
+        time.sleep(0.6)
+        lease.check()
+        with pytest.raises(Locked):
+            other.lease(7, "s")  # the check has renewed it
+        time.sleep(0.6)
+        taken = other.lease(7, "s")
+        with pytest.raises(Locked, match=r"lease of session 's' expired.*n_committed"):
+            lease.check()
+        lease.release()  # is not the other's
+        taken.check()
+        taken.release()
+        with pytest.raises(Closed, match="given back"):
+            taken.check()
+        other.close()
+
+    def test_last_uses(self, backend, place):
+        """Known to this process alone, as long as it has the archive open."""
+        assert backend.last_uses() == {}
+        reader = open_backend(place, "r")
+        began = time.time_ns()
+        for use in (backend, reader):
+            use.note_use(5)
+        uses = backend.last_uses()
+        assert uses.keys() == {5}
+        assert began <= uses[5] <= time.time_ns()
+        assert reader.last_uses() == uses
+        reader.close()
+        backend.close()
+        reader.note_use(6)
+        with pytest.raises(Closed):
+            backend.last_uses()
+        again = open_backend(place, "r")
+        assert again.last_uses() == {}
+        again.close()
+
+
 class TestLmdb(BackendSuite):
     @pytest.fixture
     def place(self, tmp_path):

@@ -12,7 +12,7 @@ import contextlib
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 from kvcodecs.errors import Closed, InvalidArgument, Locked
@@ -90,6 +90,9 @@ class Bucket(Objects):
 
     def put(self, key: str, data: bytes) -> None:
         self._open().put(self._key(key), data)
+
+    def put_all(self, items: Iterable[tuple[str, bytes]]) -> None:
+        at_once(lambda item: self.put(*item), list(items), _AT_ONCE)
 
     def put_frames(
         self, items: Sequence[tuple[str, bytes]], still_mine: Callable[[], None]

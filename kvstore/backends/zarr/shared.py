@@ -100,6 +100,7 @@ class Shared:
         #: The last commit whose documents for zarr's tools were seen to be written.
         self.synced = 0
         self._head = NOTHING
+        self._watched: tuple[Head, str, str] | None = None
         self._is_doubtful = False
         self._pid = os.getpid()
 
@@ -128,16 +129,25 @@ class Shared:
             The archive has been removed.
         """
         self.check_process()
-        head = self._head
+        head, watched = self._head, self._watched
+        # As `last_commit` does.
+        if watched is not None and not self._is_doubtful and watched[0] is head:
+            _, following, own = watched
+            if not self.objects.exists(following) and self.objects.exists(own):
+                return head
         number = last_commit(self.objects, 0 if self._is_doubtful else head.number)
         if number != head.number or self._is_doubtful:
             head = self._load(number)
-            self._head, self._is_doubtful = head, False
+            self._is_doubtful = False
+            self.adopt(head)
         return head
 
     def adopt(self, head: Head) -> None:
-        """Take a commit that this process has just made as the last one."""
+        """Take a commit as the last one: this process has just made it, or found it."""
         self._head = head
+        self._watched = None
+        if head.number:
+            self._watched = head, commit_key(head.number + 1), commit_key(head.number)
 
     def set_limit(self, limit: int | None) -> None:
         """See `Backend.set_limit`."""

@@ -16,7 +16,7 @@ from kvcodecs.errors import NotFound
 from ... import keys
 from .._checks import expired
 from .objects import Objects, Request
-from .places import INTERNAL, Lookup, frame_bytes, locations
+from .places import IN_ARRAY, INTERNAL, Lookup, chunk_of, frame_bytes, home_of, locations
 from .segment import GONE, Entry, Outside, Table, Value
 
 #: What prefetched values take up at most.
@@ -96,6 +96,7 @@ class ZarrSnapshot(View):
         self._objects, self._where = objects, objects.where
         self._seconds, self._expires = seconds, time.monotonic() + seconds
         self._newest, self._grace_seconds = newest, grace_seconds
+        self._groups: dict[int, str] = {}
         self._prefetched: dict[bytes, bytes] = {}
         self._n_prefetched = 0
 
@@ -153,6 +154,8 @@ class ZarrSnapshot(View):
     def prefetch(self, keys: Iterable[bytes]) -> None:
         """See `backend.Snapshot.prefetch`; what `get` returns is fetched anew the next time."""
         self._check_age()
+        if not self._objects.is_remote:
+            return  # files are read one after the other, sooner or later
         wanted: dict[bytes, Request] = {}
         room = MOST_PREFETCHED - self._n_prefetched
         for key in keys:
@@ -193,6 +196,8 @@ class ZarrSnapshot(View):
     def _frame(self, key: bytes, reference: bytes, fetched: bytes | None) -> memoryview | None:
         """Read a frame; bytes that are not it are returned too, for the engine to say so."""
         n_bytes = frame_bytes(reference)
+        if fetched is None and reference[0] == IN_ARRAY:
+            fetched = self._chunk(key)
         if fetched is not None and _is_frame_of(key, fetched, n_bytes):
             return memoryview(fetched)
         wrong = None
@@ -208,6 +213,17 @@ class ZarrSnapshot(View):
                 "which deleted blocks are kept (grace_seconds); read again from a new one"
             )
         return None if wrong is None else memoryview(wrong)
+
+    def _chunk(self, key: bytes) -> bytes | None:
+        """Read the chunk where a frame is mostly found, as the first of `locations` says."""
+        owner, layer, kind, block = keys.unpack_frame_key(key)
+        group = self._groups.get(owner)
+        if group is None:
+            home = home_of(self, owner)
+            if home is None:
+                return None
+            group = self._groups[owner] = home.group
+        return self._objects.get(chunk_of(group, layer, kind, block))
 
     def _check_age(self) -> None:
         if time.monotonic() > self._expires:
