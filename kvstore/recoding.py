@@ -32,6 +32,7 @@ from .layout import make_streams
 from .metadata import canonical_json
 from .moving import Target
 from .needed import Item
+from .passing import Passing
 from .pieces import Piece, pieces
 from .reader import Reader
 from .session_record import SessionRecord, StreamName, StreamState
@@ -158,19 +159,23 @@ class _Decoded:
             return
         kept = []
         self.n_bytes = 0
+        passing = Passing(self._snapshot)
         for piece in self._pieces():
             value = first_value(self._snapshot, piece, self._reader.where)
-            self.n_bytes += 0 if value is None else value.nbytes
             coded, error, dtype = self._reader.decode(self._snapshot, piece, *self._stream)
             if not piece.exact:
                 error = self._reader.open(self._snapshot, piece, *self._stream)[1].error
             self.dtypes.add(dtype)
             self.errors.append((piece.start, piece.stop, error))
+            if value is not None:
+                self.n_bytes += value.nbytes
+                passing.add(value)
             lo = piece.start - piece.first_token
             coded = np.ascontiguousarray(coded[:, lo : lo + piece.stop - piece.start])
             if self._keeps:
                 kept.append((piece, coded, error))
             yield coded
+        passing.release()
         if self._keeps:
             self._kept = kept
 

@@ -15,8 +15,11 @@ import urllib.request
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import numpy as np
 import pytest
 from kvtools import cli
+
+import kvstore
 
 
 @pytest.fixture
@@ -199,3 +202,65 @@ def faulty_s3(s3_server):
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+# -- an archive to migrate
+
+MODEL = kvstore.Model.uniform(
+    name="m", n_layers=2, n_kv_heads=2, head_dim=8, rope=kvstore.Rope.from_theta(1e4, 8)
+)
+WINDOWED = kvstore.Model(
+    "w",
+    (kvstore.LayerSpec(1, 4, 4), kvstore.LayerSpec(1, 4, None, window=20)),
+    rope=kvstore.Rope.from_theta(1e4, 4),
+)
+
+
+def add(session, n, seed, *, with_ids=True):
+    k, v = np.random.default_rng(seed).standard_normal((2, 2, 2, n, 8), dtype=np.float32)
+    ids = np.random.default_rng([seed, 1]).integers(0, 1000, n) if with_ids else None
+    session.append(k, v, token_ids=ids)
+    session.commit()
+
+
+@pytest.fixture(scope="session")
+def sessions_of_every_kind(tmp_path_factory):
+    """Return the path of an archive with sessions of every kind that records can describe."""
+    path = tmp_path_factory.mktemp("made") / "a.kv"
+    options = {"model": MODEL, "block_tokens": 16, "fit_tokens": 8}
+    with kvstore.open(path, "a") as archive:
+        for seed, (name, codec) in enumerate(
+            {
+                "parent": kvstore.KVR1(step=0.25),
+                "tkv1/ü 1": kvstore.TKV1(step=0.25),
+                "raw": kvstore.Raw(),
+            }.items()
+        ):
+            metadata = {"of": name}
+            with archive.create_session(name, codec=codec, metadata=metadata, **options) as session:
+                add(session, 5, seed)  # a raw head first
+                add(session, 100, seed)
+        with archive.session("parent").fork("fork", at=50) as fork:
+            add(fork, 30, 5)
+        archive.session("parent").fork("bare", at=45)
+        archive.session("fork").fork("fork of a fork", at=60)
+        with archive.session("fork") as fork:
+            fork.truncate(70)
+            add(fork, 9, 6)
+        with archive.create_session("ranges", codec=kvstore.KVR1(step=0.25), **options) as session:
+            add(session, 64, 7)
+            session.append_range(archive.session("parent"), 16, 60)
+        archive.session("parent").trim_front(40)
+        archive.session("tkv1/ü 1").pin()
+        archive.create_session("empty", **options).close()
+        with archive.create_session("without ids", **options) as session:
+            add(session, 40, 8, with_ids=False)
+        with archive.create_session("short", stats_from="parent", model=MODEL) as session:
+            add(session, 3, 9)
+        with archive.create_session("windowed", model=WINDOWED, block_tokens=16) as session:
+            x = np.random.default_rng(10).standard_normal((1, 200, 4), dtype=np.float32)
+            session.append([x, x[:, 170:]], [x, None], token_ids=np.arange(200))
+            session.commit()
+        archive.session("short").pin()
+        assert archive.verify(decode=True).ok
+    return path

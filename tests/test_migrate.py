@@ -8,12 +8,9 @@ import pytest
 
 import kvstore
 import kvstore.moving
-from kvstore import KVR1, TKV1, LayerSpec, Model, Raw, Rope, keys
+from kvstore import Model, Raw, Rope, keys
 
 MODEL = Model.uniform(name="m", n_layers=2, n_kv_heads=2, head_dim=8, rope=Rope.from_theta(1e4, 8))
-WINDOWED = Model(
-    "w", (LayerSpec(1, 4, 4), LayerSpec(1, 4, None, window=20)), rope=Rope.from_theta(1e4, 4)
-)
 KINDS = ("lmdb", "memory", "zarr")
 
 
@@ -27,42 +24,6 @@ def add(session, n, seed, *, with_ids=True):
     ids = np.random.default_rng([seed, 1]).integers(0, 1000, n) if with_ids else None
     session.append(k, v, token_ids=ids)
     session.commit()
-
-
-def make(path):
-    """Sessions of every kind that records can describe."""
-    options = {"model": MODEL, "block_tokens": 16, "fit_tokens": 8}
-    with kvstore.open(path, "a") as archive:
-        for seed, (name, codec) in enumerate(
-            {"parent": KVR1(step=0.25), "tkv1/ü 1": TKV1(step=0.25), "raw": Raw()}.items()
-        ):
-            metadata = {"of": name}
-            with archive.create_session(name, codec=codec, metadata=metadata, **options) as session:
-                add(session, 5, seed)  # a raw head first
-                add(session, 100, seed)
-        with archive.session("parent").fork("fork", at=50) as fork:
-            add(fork, 30, 5)
-        archive.session("parent").fork("bare", at=45)
-        archive.session("fork").fork("fork of a fork", at=60)
-        with archive.session("fork") as fork:
-            fork.truncate(70)
-            add(fork, 9, 6)
-        with archive.create_session("ranges", codec=KVR1(step=0.25), **options) as session:
-            add(session, 64, 7)
-            session.append_range(archive.session("parent"), 16, 60)
-        archive.session("parent").trim_front(40)
-        archive.session("tkv1/ü 1").pin()
-        archive.create_session("empty", **options).close()
-        with archive.create_session("without ids", **options) as session:
-            add(session, 40, 8, with_ids=False)
-        with archive.create_session("short", stats_from="parent", model=MODEL) as session:
-            add(session, 3, 9)
-        with archive.create_session("windowed", model=WINDOWED, block_tokens=16) as session:
-            x = np.random.default_rng(10).standard_normal((1, 200, 4), dtype=np.float32)
-            session.append([x, x[:, 170:]], [x, None], token_ids=np.arange(200))
-            session.commit()
-        archive.session("short").pin()
-        assert_sound(archive)
 
 
 def assert_sound(archive, *, leftovers=0):
@@ -85,16 +46,9 @@ def place(tmp_path, kind, name):
     }[kind]
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    path = tmp_path_factory.mktemp("made") / "a.kv"
-    make(path)
-    return path
-
-
 @pytest.fixture
-def source(made, tmp_path):
-    shutil.copytree(made, tmp_path / "src.kv")
+def source(sessions_of_every_kind, tmp_path):
+    shutil.copytree(sessions_of_every_kind, tmp_path / "src.kv")
     return str(tmp_path / "src.kv")
 
 
