@@ -71,7 +71,8 @@ def check_session(path, archive, name):
         if not n_sealed:
             assert array is None
             continue
-        assert array.shape == (stream.heads, n_sealed * stream.block_tokens, stream.head_dim)
+        n_shown = stream.n_tokens if session.finished else n_sealed * stream.block_tokens
+        assert array.shape == (stream.heads, n_shown, stream.head_dim)
         got = array[:]
         first = group.attrs["kvstore"]["first"]
         whole = -(-first // stream.block_tokens) * stream.block_tokens
@@ -318,6 +319,31 @@ def test_documents_are_plain_json(place, archive):
     for path in place.rglob("zarr.json"):
         document = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(name))
         assert document["zarr_format"] == 3
+
+
+@pytest.mark.parametrize("n_bytes", [None, 1 << 14])
+@pytest.mark.parametrize("cut", [None, 2 * BLOCK + 40])
+def test_a_finished_session_shows_its_last_tokens_too(place, archive, n_bytes, cut):
+    session = add(archive, "a", 3 * BLOCK + 45)
+    session.close()
+    if cut is not None:  # the last tokens are a part of another session's block
+        archive.session("a").fork("b", cut)
+        session = archive.session("b")
+    archive.seal([session.name], shard_bytes=n_bytes)
+    check_session(place, archive, session.name)
+    array = zarr_group_of(place, session.name)["v_001"]
+    assert array.shape[1] == session.n_committed
+    expected = session.read(1, "v", dtype="float32")
+    np.testing.assert_array_equal(array[:], expected)
+    np.testing.assert_array_equal(array[:, -3], expected[:, -3])
+    np.testing.assert_array_equal(array[0, -50:, 2], expected[0, -50:, 2])
+    archive.gc()
+    check_session(place, archive, session.name)
+    if cut is not None:
+        archive.delete_session("a")
+        archive.gc()
+        check_session(place, archive, session.name)
+    assert archive.verify(decode=True).ok
 
 
 class ZarrView(RuleBasedStateMachine):

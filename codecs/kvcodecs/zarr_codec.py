@@ -176,7 +176,8 @@ class FrameCodec(
         heads, tokens, head_dim = self._check(shape, dtype)
         chunk = tuple(getattr(chunk_grid, "chunk_shape", ()))
         n = chunk[1] if len(chunk) == 3 else 0
-        if n < 1 or chunk != (heads, n, head_dim) or tokens % n:
+        tail = self.array.tail if isinstance(self.array, ArchiveArray) else 0
+        if n < 1 or chunk != (heads, n, head_dim) or tokens % n not in (0, tail):
             raise InvalidArgument(
                 f"{NAME}: chunks of {chunk} in an array of {shape}: make them span heads and "
                 "head_dim, and tokens a multiple of theirs"

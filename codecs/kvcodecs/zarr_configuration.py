@@ -28,7 +28,7 @@ NAME: Final = "kvstore.frame"
 MOST_HEADER_BYTES: Final = 1 << 16
 
 _ARCHIVE_KEYS: Final = {"codec", "kind", "layer", "header_tag", "archive"}
-_MORE_ARCHIVE_KEYS: Final = {"header", "header_array", "more_headers", "rope", "tokens"}
+_MORE_ARCHIVE_KEYS: Final = {"header", "header_array", "more_headers", "rope", "tail", "tokens"}
 _OWN_KEYS: Final = {"codec", "kind", "step", "rel_step"}
 
 
@@ -75,6 +75,9 @@ class ArchiveArray:
     more_headers
         Other stream headers that frames of the array may have: of tokens that were taken from
         other sessions.
+    tail
+        Tokens of the last chunk, if it is not full: of a finished session. Its frame has at least
+        so many.
     """
 
     codec: str
@@ -86,6 +89,7 @@ class ArchiveArray:
     order: ChannelOrder | None = None
     tokens: int | None = None
     more_headers: tuple[MoreHeader, ...] = ()
+    tail: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Return the configuration of the codec in `zarr.json`."""
@@ -100,6 +104,8 @@ class ArchiveArray:
             data["rope"] = {"n_pairs": self.order.n_pairs, "style": self.order.style}
         if self.tokens is not None:
             data["tokens"] = self.tokens
+        if self.tail:
+            data["tail"] = self.tail
         if self.more_headers:
             data["more_headers"] = [
                 [more.codec, f"{more.header_tag:016x}", base64.b64encode(more.header).decode()]
@@ -129,9 +135,10 @@ class ArchiveArray:
             raise Corrupt(f"{NAME}: {found} in the configuration")
         codec_by_name(data["codec"])
         tag = _tag(data["header_tag"])
-        tokens = data.get("tokens")
-        if not (tokens is None or (type(tokens) is int and tokens >= 0)):
-            raise Corrupt(f"{NAME}: tokens {tokens!r} in the configuration")
+        tokens, tail = data.get("tokens"), data.get("tail", 0)
+        for key, count in (("tokens", tokens), ("tail", tail)):
+            if not (count is None or (type(count) is int and count >= 0)):
+                raise Corrupt(f"{NAME}: {key} {count!r} in the configuration")
         header, name = data.get("header"), data.get("header_array")
         if (header is None) == (name is None):
             raise Corrupt(f"{NAME}: the configuration needs one of header and header_array")
@@ -145,6 +152,7 @@ class ArchiveArray:
             _order(data.get("rope")),
             tokens,
             _more_headers(data.get("more_headers", [])),
+            tail or 0,
         )
 
     def spec(self, heads: int, head_dim: int) -> StreamSpec:
@@ -232,6 +240,7 @@ def archive_configuration(
     tokens: int | None,
     header_array: str | None = None,
     more_headers: Sequence[tuple[str, bytes]] = (),
+    tail_tokens: int = 0,
 ) -> dict[str, Any]:
     """Return the configuration of `NAME` for an archive's array.
 
@@ -253,6 +262,8 @@ def archive_configuration(
         not within shards, where a codec cannot read other objects.
     more_headers
         (codec, stream header) of blocks that were taken from elsewhere.
+    tail_tokens
+        Tokens of the last chunk, if it is not full.
     """
     order = None
     if spec.rope is not None and not spec.rope.keeps_order(spec.head_dim):
@@ -260,7 +271,16 @@ def archive_configuration(
     inline = None if header_array is not None else header
     more = tuple(MoreHeader(name, header_tag(data), data) for name, data in more_headers)
     array = ArchiveArray(
-        codec, spec.kind, layer, header_tag(header), inline, header_array, order, tokens, more
+        codec,
+        spec.kind,
+        layer,
+        header_tag(header),
+        inline,
+        header_array,
+        order,
+        tokens,
+        more,
+        tail_tokens,
     )
     return array.to_json()
 

@@ -78,13 +78,16 @@ def decode_archived(
         if frame.header_tag == more.header_tag:
             name, tag, header = more
     codec = codec_by_name(name)
+    n_tokens = shape[1]
+    if array.tail and array.tail <= frame.n_tokens < n_tokens:
+        n_tokens = frame.n_tokens
     for what, found, expected in (
         ("unplaced", frame.unplaced, False),
         ("layer", frame.layer, array.layer),
         ("kind", frame.kind, array.kind),
         ("codec", frame.codec, codec.number),
         ("stream header tag", frame.header_tag, tag),
-        ("number of tokens", frame.n_tokens, shape[1]),
+        ("number of tokens", frame.n_tokens, n_tokens),
     ):
         if found != expected:
             raise Corrupt(
@@ -93,7 +96,14 @@ def decode_archived(
     spec = array.spec(shape[0], shape[2])
     params = _params(name, spec, header)
     where = f"{where}, tokens from {frame.first_token}"
-    return _decode(codec, params, payload, frame.first_token, shape[1], rows, dtype, where)
+    inside = slice(min(rows.start, n_tokens), min(rows.stop, n_tokens))
+    x = _decode(codec, params, payload, frame.first_token, n_tokens, inside, dtype, where)
+    if inside == rows:
+        return x
+    # Behind the end of the array: zarr cuts it off.
+    padded = np.full((shape[0], rows.stop - rows.start, shape[2]), np.nan, dtype)
+    padded[:, : x.shape[1]] = x
+    return padded
 
 
 def encode_own(array: OwnArray, x: npt.NDArray[Any]) -> bytes:

@@ -48,13 +48,16 @@ def stream_document(
     headers: Sequence[tuple[int, bytes]],
     shard_blocks: int,
     dimensions: Sequence[str],
+    tail_tokens: int = 0,
 ) -> bytes:
     """Return the document of a stream's array.
 
     Parameters
     ----------
     n_tokens
-        Length of the array: whole blocks, all committed.
+        Length of the array: whole blocks, all committed, and the last tokens of a finished session.
+    tail_tokens
+        How many those are.
     headers
         Codec number and stream header of each owner of its blocks; the session's own last.
     shard_blocks
@@ -71,6 +74,7 @@ def stream_document(
         layer,
         header,
         tokens=None if shard_blocks else n_tokens,
+        tail_tokens=tail_tokens,
         header_array=headers_array(kind, layer) if needs_array(header, shard_blocks) else None,
         more_headers=[(codec_by_number(n).name, data) for n, data in others],
     )

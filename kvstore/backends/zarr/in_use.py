@@ -21,7 +21,8 @@ from .places import (
     locations,
     owners_in,
 )
-from .sessions import Stored, shared_blocks, stored_session
+from .sessions import Stored, n_sealed, shared_blocks, stored_session
+from .tails import tail_tokens
 
 _CHUNK_PARTS = 6
 
@@ -107,6 +108,9 @@ def referenced(lookup: Lookup) -> Iterator[str]:
             yield array_of(group, *stream) + "/zarr.json"
         for (stream, block), _ in shared_blocks(stored.record).items():
             yield chunk_of(group, *stream, block)
+        for stream in stored.record.streams:
+            if tail_tokens(stored, stream):
+                yield chunk_of(group, *stream, n_sealed(stored.record, stream))
     for key, value in lookup.raw_scan(GROUP):
         if not load_fields(value, "group").get("owners"):
             yield f"{key[len(GROUP) :].decode()}/"

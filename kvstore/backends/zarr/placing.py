@@ -336,4 +336,5 @@ def _looks(stored: Stored) -> tuple[object, ...]:
     record = stored.record
     blocks = tuple(n_sealed(record, stream) for stream in record.streams)
     parts = tuple((part.owner, part.offset) for part in record.parts)
-    return record.owner, record.model, record.first, parts, blocks, dict(record.metadata)
+    about = dict(record.metadata)
+    return record.owner, record.model, record.first, parts, blocks, record.finished, about

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Mapping
-from typing import Final, TypeAlias
+from dataclasses import replace
+from typing import Final, NamedTuple
 
 from kvcodecs.errors import Corrupt
 from kvcodecs.frame import crc32c
@@ -32,14 +33,20 @@ from .places import (
     shard_of,
 )
 from .sessions import Stored, n_sealed, shared_blocks
+from .tails import tail_frame
 
 _ENTRY: Final = struct.Struct("<QQ")
 _CRC: Final = struct.Struct("<I")
 _ABSENT: Final = (1 << 64) - 1
 _MOST_BLOCKS: Final = 1 << 16
 
-#: Key and reference of a frame.
-_Block: TypeAlias = tuple[bytes, bytes | None]
+
+class _Block(NamedTuple):
+    """A frame to lay into a shard: where it is, or, of the last tokens, the frame itself."""
+
+    key: bytes
+    reference: Reference | None
+    frame: bytes | None = None
 
 
 def shard(
@@ -71,8 +78,10 @@ def shard(
     Corrupt
         A frame is missing.
     """
+    # It is finished, once the commit is there.
+    stored = stored._replace(record=replace(stored.record, finished=True))
     home = home_of(lookup, stored.record.owner)
-    streams = _blocks(lookup, stored)
+    streams = _blocks(objects, lookup, stored)
     if home is None or home.shard_blocks or not any(streams.values()):
         return {}
     n_blocks = _blocks_of(streams, shard_bytes)
@@ -86,15 +95,13 @@ def shard(
             number, part = first // n_blocks, frames[first : first + n_blocks]
             data, offsets = _pack_shard(objects, lookup, stored, (layer, kind), part, n_blocks)
             objects.put_frames([(shard_of(home.group, layer, kind, number), data)], still_mine)
-            for block, ((key, reference), offset) in enumerate(
-                zip(part, offsets, strict=True), first
-            ):
-                if reference is None:
+            for number, (block, offset) in enumerate(zip(part, offsets, strict=True), first):
+                if block.reference is None:
                     continue
-                doomed.append(chunk_of(home.group, layer, kind, block))
-                if keys.parse(key).owner in owners and Reference.unpack(reference).home == IN_ARRAY:
-                    n_bytes = Reference.unpack(reference).n_bytes
-                    puts[key] = Reference(IN_SHARD, n_bytes, offset).pack()
+                doomed.append(chunk_of(home.group, layer, kind, number))
+                if keys.parse(block.key).owner in owners and block.reference.home == IN_ARRAY:
+                    n_bytes = block.reference.n_bytes
+                    puts[block.key] = Reference(IN_SHARD, n_bytes, offset).pack()
     if doomed:
         puts[doomed_key(due_ns, 1 << 31)] = pack_json({"objects": doomed})
     return puts
@@ -103,16 +110,16 @@ def shard(
 def _blocks_of(streams: Mapping[StreamName, list[_Block]], shard_bytes: int) -> int:
     """Return how many blocks of a session make a shard of about so many bytes."""
     sizes = [
-        Reference.unpack(reference).n_bytes
+        block.reference.n_bytes
         for blocks in streams.values()
-        for _, reference in blocks
-        if reference is not None
+        for block in blocks
+        if block.reference is not None
     ]
     return min(max(shard_bytes * len(sizes) // max(sum(sizes), 1), 1), _MOST_BLOCKS)
 
 
-def _blocks(lookup: Lookup, stored: Stored) -> dict[StreamName, list[_Block]]:
-    """Return key and reference of each whole block; None in place of one that was trimmed."""
+def _blocks(objects: Objects, lookup: Lookup, stored: Stored) -> dict[StreamName, list[_Block]]:
+    """Return each whole block, without a reference if it was trimmed, and then the last tokens."""
     record = stored.record
     shared = shared_blocks(record)
     found: dict[StreamName, list[_Block]] = {}
@@ -129,7 +136,11 @@ def _blocks(lookup: Lookup, stored: Stored) -> dict[StreamName, list[_Block]]:
                     f"session {stored.name!r} layer {layer} {kind} block {block}: missing; verify "
                     "the archive"
                 )
-            blocks.append((key, reference))
+            found_at = None if reference is None else Reference.unpack(reference)
+            blocks.append(_Block(key, found_at))
+        frame = tail_frame(objects, lookup, stored, stream)
+        if frame is not None:
+            blocks.append(_Block(b"", None, frame))
     return found
 
 
@@ -143,21 +154,24 @@ def _pack_shard(
 ) -> tuple[bytes, list[int]]:
     """Return a shard of zarr's format, and where in it each frame begins."""
     requests = [
-        locations(lookup, key, reference)[0] for key, reference in part if reference is not None
+        locations(lookup, block.key, block.reference.pack())[0]
+        for block in part
+        if block.reference is not None
     ]
     found = iter(objects.get_many(requests))
     data, index, offsets = bytearray(), bytearray(), []
-    for key, reference in part:
+    for key, reference, frame in part:
         offsets.append(len(data))
-        if reference is None:
+        if reference is not None:
+            frame = next(found)
+            if frame is None or len(frame) != reference.n_bytes:
+                raise Corrupt(
+                    f"{objects.where}: session {stored.name!r} layer {stream[0]} {stream[1]}: the "
+                    f"frame of {key!r} is missing or cut; verify the archive"
+                )
+        if frame is None:
             index += _ENTRY.pack(_ABSENT, _ABSENT)
             continue
-        frame = next(found)
-        if frame is None or len(frame) != Reference.unpack(reference).n_bytes:
-            raise Corrupt(
-                f"{objects.where}: session {stored.name!r} layer {stream[0]} {stream[1]}: the "
-                f"frame of {key!r} is missing or cut; verify the archive"
-            )
         index += _ENTRY.pack(len(data), len(frame))
         data += frame
     for _ in range(n_blocks - len(part)):

@@ -26,9 +26,10 @@ from .documents import (
     stub_document,
 )
 from .objects import Objects
-from .places import ROOT, Lookup, home_of
+from .places import ROOT, Lookup, chunk_of, home_of
 from .placing import Sync
 from .sessions import Stored, n_sealed, stored_session
+from .tails import tail_frame, tail_tokens
 
 _ABOUT_ROOT = "KV archive; each group is a session, each array a layer's K or V"
 _ABOUT_INTERNAL = "what the archive engine keeps here is not for zarr"
@@ -74,11 +75,18 @@ def _show(objects: Objects, lookup: Lookup, stored: Stored) -> list[str]:
     if home is None:
         return []
     documents: dict[str, bytes] = {}
-    shapes = {}
+    shapes, tails = {}, {}
     for stream, state in record.streams.items():
         n_tokens = n_sealed(record, stream) * state.block_tokens
         if n_tokens:
             spec = model.stream(*stream)
+            frame = tail_frame(objects, lookup, stored, stream)
+            if frame is not None:
+                tails[stream] = tail_tokens(stored, stream)
+                n_tokens += tails[stream]
+                if not home.shard_blocks:
+                    number = n_sealed(record, stream)
+                    documents[chunk_of(home.group, *stream, number)] = frame
             shapes[stream] = spec.heads, n_tokens, spec.head_dim
     names = dimension_names(record, shapes)
     for stream, (_, n_tokens, _) in shapes.items():
@@ -93,7 +101,13 @@ def _show(objects: Objects, lookup: Lookup, stored: Stored) -> list[str]:
             documents[f"{path}/c/0"] = header
             documents[f"{path}/{FILE_NAME}"] = bytes_document(len(header), {})
         documents[f"{home.group}/{kind}_{layer:03d}/{FILE_NAME}"] = stream_document(
-            stored, stream, n_tokens, headers, home.shard_blocks, names[stream]
+            stored,
+            stream,
+            n_tokens,
+            headers,
+            home.shard_blocks,
+            names[stream],
+            tails.get(stream, 0),
         )
     about = {
         "session": stored.name,
