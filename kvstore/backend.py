@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Final, Literal, Protocol, TypeAlias
+from typing import Any, Final, Literal, Protocol, TypeAlias
 
 from kvcodecs.errors import InvalidArgument
 
@@ -21,6 +21,7 @@ Value: TypeAlias = bytes | memoryview
 
 MEMORY_PREFIX: Final = "memory:"
 ZARR_PREFIX: Final = "zarr:"
+ICECHUNK_PREFIX: Final = "icechunk:"
 #: Longest key in bytes: LMDB's own limit.
 MAX_KEY_BYTES: Final = 511
 #: How long a snapshot may be read from: it keeps pages that were freed since from being used again.
@@ -77,6 +78,14 @@ class ReaderInfo:
     pid: int
     n_behind: int
     age_seconds: float | None
+
+
+class Repository(Protocol):
+    """An open Icechunk repository; stands for a path."""
+
+    def writable_session(self, branch: str) -> Any:
+        """Begin a transaction of Icechunk."""
+        ...
 
 
 class Lease(Protocol):
@@ -345,7 +354,7 @@ def _is_path(text: str) -> bool:
 
 
 def open_backend(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | Repository,
     mode: Mode,
     *,
     kind: str | None = None,
@@ -360,7 +369,8 @@ def open_backend(
     ----------
     path
         ``"memory:NAME"`` for memory; ``"zarr:DIRECTORY"``, a directory with such an archive, or
-        the URL of a bucket for zarr; else a directory for LMDB.
+        the URL of a bucket for zarr, ``"icechunk:DIRECTORY"`` or an open Icechunk repository
+        likewise; else a directory for LMDB.
     mode
         ``"r"`` creates nothing; ``"a"`` creates what is missing.
     kind
@@ -374,7 +384,8 @@ def open_backend(
         Zarr: how long deleted objects are kept for snapshots opened before. Older ones raise
         `NotFound` where they meet one that has gone.
     storage_options
-        Of a bucket, as obstore names them; what the environment says need not be said here.
+        Of a bucket, as obstore names them; what the environment says need not be said here. Of
+        an Icechunk repository ``branch``, or to read only ``tag`` or ``snapshot_id``.
 
     Raises
     ------
@@ -475,12 +486,16 @@ def compact_backend(
 def _place(path: object, kind: str | None) -> tuple[str, str]:
     """Return a path as text, and the kind of backend that is there."""
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else path
+    if hasattr(path, "writable_session"):
+        from .backends.zarr.icechunk_opening import path_of
+
+        text = path_of(path)
     if not isinstance(text, str) or not _is_path(text):
         raise InvalidArgument(f"path {path!r}: expected a string or a path")
     if kind is None:
         if text.startswith(MEMORY_PREFIX):
             kind = "memory"
-        elif text.startswith(ZARR_PREFIX) or _URL.match(text):
+        elif text.startswith((ZARR_PREFIX, ICECHUNK_PREFIX)) or _URL.match(text):
             kind = "zarr"
         else:
             kind = "zarr" if os.path.isfile(os.path.join(text, _ZARR_SIGN)) else "lmdb"

@@ -10,6 +10,7 @@ from .backend import (
     GRACE_SECONDS,
     SNAPSHOT_SECONDS,
     Mode,
+    Repository,
     check_timeout,
     compact_backend,
     open_backend,
@@ -18,7 +19,7 @@ from .room import check_quota
 
 
 def open(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | Repository,
     mode: Mode = "r",
     *,
     lock_timeout: float = 10.0,
@@ -36,7 +37,8 @@ def open(
     ----------
     path
         A directory (LMDB); ``"zarr:DIRECTORY"`` for one that zarr opens too, or just the
-        directory once that is there; the URL of a bucket, ``"s3://bucket/prefix"``; or
+        directory once that is there; the URL of a bucket, ``"s3://bucket/prefix"``; an open
+        Icechunk repository, or ``"icechunk:DIRECTORY"`` for one on this machine; or
         ``"memory:NAME"`` for one that lives in this process.
     mode
         ``"r"`` to read, ``"a"`` to append or create.
@@ -59,7 +61,8 @@ def open(
         other tools, may still need them. A read that comes later raises `NotFound`.
     storage_options
         Of a bucket: ``endpoint``, ``region``, ``access_key_id`` and what else obstore takes; what
-        the environment says (``AWS_...``) need not be said here.
+        the environment says (``AWS_...``) need not be said here. Of an Icechunk repository:
+        ``branch``, else ``"main"``, or to read what was there once ``tag`` or ``snapshot_id``.
 
     Raises
     ------

@@ -130,8 +130,14 @@ class ZarrBackend:
         if self._read_only:
             raise InvalidArgument(f"{self._path}: opened with mode='r'; use mode='a' to write")
         self._shared.check_process()
-        with self._shared.objects.writer(max(timeout, 0.0)) as writer:
-            yield writer
+        try:
+            with self._shared.objects.writer(max(timeout, 0.0)) as writer:
+                yield writer
+        except BaseException:
+            # What was taken for committed may not be.
+            self._shared.doubt()
+            self._shared.synced = 0
+            raise
 
     def lease(
         self, owner: int, name: str, *, expires: float | None = None, timeout: float = 10.0

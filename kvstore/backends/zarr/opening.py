@@ -9,7 +9,7 @@ from typing import Final
 
 from kvcodecs.errors import InvalidArgument, NotFound, Unsupported
 
-from ...backend import Mode
+from ...backend import ICECHUNK_PREFIX, Mode
 from ...forklock import ForkLock
 from .directory import Directory
 from .objects import Objects
@@ -39,8 +39,12 @@ def acquire(path: str, mode: Mode, options: Mapping[str, str] | None) -> Shared:
     Unsupported
         What a bucket needs is not installed.
     """
-    if is_url(path):
-        objects: Objects = _bucket(path, options)
+    root: str | None
+    if path.startswith(ICECHUNK_PREFIX):
+        objects, name = _in_repository(path, mode, options)
+        root = None
+    elif is_url(path):
+        objects = _bucket(path, options)
         root, name = None, repr((path, sorted((options or {}).items())))
     else:
         if options is not None:
@@ -101,3 +105,15 @@ def _bucket(path: str, options: Mapping[str, str] | None) -> Objects:
             f"{path}: archives in buckets need obstore: pip install 'kvstore[s3]'"
         ) from error
     return Bucket(path, options)
+
+
+def _in_repository(
+    path: str, mode: Mode, options: Mapping[str, str] | None
+) -> tuple[Objects, str]:
+    try:
+        from .icechunk_opening import open_objects
+    except ImportError as error:
+        raise Unsupported(
+            f"{path}: archives in Icechunk need more: pip install 'kvstore[icechunk]'"
+        ) from error
+    return open_objects(path, mode, options)
