@@ -420,9 +420,11 @@ def test_from_the_command_line(old, tmp_path, run):
 # Newer formats than this release knows.
 
 
-@pytest.fixture(params=["lmdb", "memory"])
+@pytest.fixture(params=["", "zarr:", "icechunk:", "memory:"])
 def newer(request, tmp_path):
-    place = str(tmp_path / "a.kv") if request.param != "memory" else "memory:newer"
+    if request.param == "icechunk:":
+        pytest.importorskip("icechunk")
+    place = request.param + ("newer" if request.param == "memory:" else str(tmp_path / "a.kv"))
     kvstore.open(place, "a").close()
     backend = open_backend(place, "a")
     with backend.write(1) as transaction:

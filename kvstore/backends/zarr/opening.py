@@ -107,9 +107,7 @@ def _bucket(path: str, options: Mapping[str, str] | None) -> Objects:
     return Bucket(path, options)
 
 
-def _in_repository(
-    path: str, mode: Mode, options: Mapping[str, str] | None
-) -> tuple[Objects, str]:
+def _in_repository(path: str, mode: Mode, options: Mapping[str, str] | None) -> tuple[Objects, str]:
     try:
         from .icechunk_opening import open_objects
     except ImportError as error:

@@ -1,8 +1,8 @@
 """Write the fixture of an archive format, once: files that are there are never replaced.
 
-Run as ``python make.py FOLDER`` with the release whose format it is installed, and nothing newer:
-it writes FOLDER/formatN.kv and what its sessions hold, FOLDER/formatN.json. Sessions that a
-release cannot make are left out.
+Run as ``python make.py FOLDER [zarr]`` with the release whose format it is installed, and nothing
+newer: it writes FOLDER/formatN.kv and what its sessions hold, FOLDER/formatN.json; for the zarr
+backend FOLDER/formatN-zarr.kv and .json. Sessions that a release cannot make are left out.
 """
 
 import dataclasses
@@ -123,24 +123,29 @@ def contents(path):
     return found
 
 
+def copy_lmdb(path, made):
+    made.mkdir()
+    env = lmdb.open(path, readonly=True, lock=False, lib_version=0)
+    env.copy(str(made), compact=True)
+    env.close()
+
+
 def main():
-    folder = Path(sys.argv[1])
-    name = f"format{FORMAT_VERSION}"
+    folder, backend = Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else "lmdb"
+    name = f"format{FORMAT_VERSION}" + ("" if backend == "lmdb" else f"-{backend}")
     place, table = folder / f"{name}.kv", folder / f"{name}.json"
     assert not place.exists()
     assert not table.exists()
     with tempfile.TemporaryDirectory() as directory:
-        path = str(Path(directory) / "a.kv")
-        with kvstore.open(path, "a") as archive:
+        path, made = str(Path(directory) / "a.kv"), Path(directory) / name
+        with kvstore.open(path if backend == "lmdb" else f"{backend}:{path}", "a") as archive:
             sessions(archive)
-        made = Path(directory) / name
-        made.mkdir()
-        env = lmdb.open(path, readonly=True, lock=False, lib_version=0)
-        env.copy(str(made), compact=True)
-        env.close()
-        about = {"format": FORMAT_VERSION, "backend": "lmdb", "sessions": contents(str(made))}
-        (made / "lock.mdb").unlink(missing_ok=True)
-        shutil.copytree(made, place, ignore=lambda _, names: set(names) - {"data.mdb"})
+        if backend == "lmdb":
+            copy_lmdb(path, made)
+        else:
+            shutil.copytree(path, made, ignore=shutil.ignore_patterns("writer", "uses", "leases"))
+        shutil.copytree(made, place)
+        about = {"format": FORMAT_VERSION, "backend": backend, "sessions": contents(str(made))}
     table.write_text(json.dumps(about, indent=1, ensure_ascii=False, sort_keys=True) + "\n")
 
 
