@@ -8,10 +8,13 @@ from typing import Any, NamedTuple
 from kvcodecs.spec import Kind
 
 from ... import keys
+from ...session_record import StreamName
 from .places import (
+    ASIDE,
     DOOMED,
     GROUP,
     IN_ARRAY,
+    IS_ASIDE,
     Lookup,
     Reference,
     array_of,
@@ -53,22 +56,39 @@ def unused(lookup: Lookup, objects: Iterable[str]) -> list[str]:
     The chunk of a block that was taken back, or stored ahead of a commit that never came, may be
     that of another frame by now.
     """
-    return [key for key in objects if not _is_used(lookup, key)]
+    groups: dict[str, _Group] = {}
+    return [key for key in objects if not _is_used(lookup, key, groups)]
 
 
-def _is_used(lookup: Lookup, key: str) -> bool:
-    parts = key.split("/")
-    if len(parts) != _CHUNK_PARTS or parts[2] != "c":
-        return False  # aside, a commit, a segment: such names are never used twice
-    group, array, block = parts[0], parts[1], int(parts[4])
+class _Group(NamedTuple):
+    """What a group may have: frames of these owners, and these blocks of others."""
+
+    owners: list[int]
+    shared: frozenset[tuple[StreamName, int]]
+
+
+def _is_used(lookup: Lookup, key: str, groups: dict[str, _Group]) -> bool:
+    parts = key.removeprefix(ASIDE).split("/")
+    if key.startswith(ASIDE):
+        owners, (array, number), home = [int(parts[0], 16)], parts[1:], IS_ASIDE
+        shared: frozenset[tuple[StreamName, int]] = frozenset()
+    elif len(parts) == _CHUNK_PARTS and parts[2] == "c":
+        group, array, number, home = parts[0], parts[1], parts[4], IN_ARRAY
+        found = groups.get(group)
+        if found is None:
+            session = session_in(lookup, group)
+            blocks = {} if session is None else shared_blocks(session.record)
+            found = groups[group] = _Group(owners_in(lookup, group), frozenset(blocks))
+        owners, shared = found
+    else:
+        return False  # a commit, a merged table, a shard: such names are never used twice
     kind: Kind = "k" if array.startswith("k") else "v"
-    layer = int(array.partition("_")[2])
-    for owner in owners_in(lookup, group):
+    layer, block = int(array.partition("_")[2]), int(number)
+    for owner in owners:
         stored = lookup.raw(keys.frame_key(owner, layer, kind, block))
-        if stored is not None and Reference.unpack(stored).home == IN_ARRAY:
+        if stored is not None and Reference.unpack(stored).home == home:
             return True
-    session = session_in(lookup, group)
-    return session is not None and ((layer, kind), block) in shared_blocks(session.record)
+    return ((layer, kind), block) in shared
 
 
 def session_in(lookup: Lookup, group: str) -> Stored | None:

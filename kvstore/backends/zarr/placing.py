@@ -199,6 +199,7 @@ class _Placing:
             _, layer, kind, block = frame_of(key)
             if block >= first_own(new.record, (layer, kind)):
                 self._move_aside(key, reference, before)
+                self._doomed.append(chunk_of(before.group, layer, kind, block))
         return before
 
     def _take_group(self, owner: int, name: str) -> Home:
@@ -294,14 +295,18 @@ class _Placing:
         if old is None or old.name != name or _looks(old) != _looks(new):
             self._placed.sync.sessions.append(name)
             self._placed.sync.hidden += _vanished(home, old, new)
-        if home.shard_blocks or (old is not None and old.record.parts == new.record.parts):
+        if home.shard_blocks or (old is not None and _shares_alike(old, new)):
             return
         kept = shared_blocks(old.record) if old is not None else {}
         if old is not None and self._home_before(old) != home:
             kept = {}
-        for place_here, source in shared_blocks(new.record).items():
+        shared = shared_blocks(new.record)
+        for place_here, source in shared.items():
             if kept.get(place_here) != source:
                 self._link(home, *place_here, *source)
+        # What is the session's own by now is not deleted when its time comes.
+        for (layer, kind), block in sorted(kept.keys() - shared.keys()):
+            self._doomed.append(chunk_of(home.group, layer, kind, block))
 
     def _home_before(self, old: Stored) -> Home | None:
         return home_of(self._base, old.record.owner)
@@ -329,6 +334,11 @@ def _vanished(home: Home, old: Stored | None, new: Stored) -> list[str]:
         for stream in new.record.streams
         if old is not None and n_sealed(old.record, stream) and not n_sealed(new.record, stream)
     ]
+
+
+def _shares_alike(old: Stored, new: Stored) -> bool:
+    """Whether two records of a session share the same blocks."""
+    return (old.record.parts, old.record.first) == (new.record.parts, new.record.first)
 
 
 def _looks(stored: Stored) -> tuple[object, ...]:
