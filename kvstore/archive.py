@@ -35,7 +35,7 @@ from .token_ids import check_ids
 from .versions import FORMAT_VERSION
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from .ingest import Source
     from .verify import Report
@@ -313,6 +313,46 @@ class Archive(OpenArchive):
             progress=progress,
         )
 
+    def seal(
+        self,
+        names: Iterable[str] | None = None,
+        *,
+        shard_bytes: int | None = None,
+        progress: Callable[[int, int], object] | None = None,
+    ) -> list[str]:
+        """Finish sessions: from now on nothing is appended to them, nor taken from them.
+
+        They can be read, forked, renamed, pinned and deleted as before.
+
+        Parameters
+        ----------
+        names
+            Of the sessions; None for all.
+        shard_bytes
+            In a zarr archive, also lay their blocks together in shards of about so many bytes, so
+            that a million blocks are not a million objects; single blocks are read as before.
+        progress
+            Called with sessions done and sessions in all.
+
+        Returns
+        -------
+        list of str
+            Names of the sessions that this has changed.
+
+        Raises
+        ------
+        NotFound
+            No session of that name; those before it are finished.
+        InvalidArgument
+            `shard_bytes` in an archive whose backend has no objects to lay together.
+        Locked, Full
+            See `Session.commit`; `Locked` also where a session has an appender.
+        """
+        from .finishing import seal
+
+        chosen = self.names() if names is None else names
+        return seal(self, chosen, shard_bytes=shard_bytes, progress=progress)
+
     def gc(self) -> int:
         """Remove what killed writers left behind, and return how many bytes that were.
 
@@ -321,6 +361,9 @@ class Archive(OpenArchive):
 
         While the record of any session cannot be read, whatever has no readable record stays, and
         so do models: it might be that session's. Delete that session first.
+
+        In a zarr archive this also removes what was deleted longer ago than the grace period, and
+        objects of writers that were killed in a transaction.
 
         Raises
         ------

@@ -24,6 +24,7 @@ from .catalog import UNKNOWN_ID, Catalog, begin
 from .codings import Codings
 from .forklock import ForkLock
 from .identity import Model
+from .lineage import check_unfinished
 from .matching import Promise
 from .mismatch import check_identity
 from .prefix_upkeep import add_entries
@@ -162,6 +163,7 @@ class OpenArchive:
         """Return an appender that goes on from what is committed."""
         with self._read() as snapshot:
             record = session._record(snapshot)
+            check_unfinished(record, session._where)
             return SessionWriter(
                 self._room, self._catalog, session.name, record, session._reader, snapshot, lease
             )
