@@ -7,7 +7,7 @@ import time
 import pytest
 from kvcodecs.errors import Closed, Corrupt, Full, InvalidArgument, Locked, NotFound, Truncated
 
-from kvstore.backend import open_backend
+from kvstore.backend import compact_backend, open_backend
 from kvstore.backends import memory
 
 
@@ -512,6 +512,92 @@ class TestZarr(BackendSuite):
     @pytest.fixture
     def place(self, tmp_path):
         return f"zarr:{tmp_path / 'a.zarr'}"
+
+    def test_reading_creates_nothing(self, place, tmp_path):
+        with pytest.raises(NotFound, match="no such archive"):
+            open_backend(place, "r")
+        assert os.listdir(tmp_path) == []
+        (tmp_path / "a.zarr").mkdir()
+        with pytest.raises(NotFound, match="no such archive"):
+            open_backend(place, "r")
+        assert os.listdir(tmp_path / "a.zarr") == []
+        with pytest.raises(NotFound, match="parent directory"):
+            open_backend(f"zarr:{tmp_path / 'no' / 'a.kv'}", "a")
+
+    def test_other_directories_and_files_are_left_alone(self, tmp_path):
+        (tmp_path / "x").write_bytes(b"mine")
+        with pytest.raises(InvalidArgument, match="neither an archive nor empty"):
+            open_backend(f"zarr:{tmp_path}", "a")
+        with pytest.raises(InvalidArgument, match="a file"):
+            open_backend(f"zarr:{tmp_path / 'x'}", "a")
+        assert os.listdir(tmp_path) == ["x"]
+        open_backend(tmp_path / "lmdb", "a").close()
+        before = sorted(os.listdir(tmp_path / "lmdb"))
+        with pytest.raises(InvalidArgument, match="neither an archive nor empty"):
+            open_backend(f"zarr:{tmp_path / 'lmdb'}", "a")
+        assert sorted(os.listdir(tmp_path / "lmdb")) == before
+
+    def test_one_archive_through_links_and_relative_paths(
+        self, backend, place, tmp_path, monkeypatch
+    ):
+        self.put(backend, a=b"1")
+        backend.set_limit(100_000)
+        (tmp_path / "link").symlink_to(tmp_path / "a.zarr")
+        monkeypatch.chdir(tmp_path)
+        for path in (
+            tmp_path / "link",
+            "zarr:a.zarr",
+            "./a.zarr",
+            f"file://{tmp_path}/a.zarr",
+        ):
+            other = open_backend(path, "a")
+            assert self.get(other, "a") == b"1"
+            assert other.limit == 100_000
+            other.close()
+        other = open_backend("a.zarr", "a", kind="zarr")
+        assert other.info().kind == "zarr"
+        other.close()
+
+    def test_options_of_others(self, place, tmp_path):
+        for path in (str(tmp_path / "lmdb"), "memory:"):
+            for options in ({"grace_seconds": 1.0}, {"storage_options": {}}):
+                with pytest.raises(InvalidArgument, match="are of the zarr backend"):
+                    open_backend(path, "a", **options)
+        with pytest.raises(InvalidArgument, match="for buckets"):
+            open_backend(place, "a", storage_options={"region": "x"})
+        for seconds in (-1, "1", None, True, float("nan")):
+            with pytest.raises(InvalidArgument, match="grace_seconds"):
+                open_backend(place, "a", grace_seconds=seconds)
+        assert os.listdir(tmp_path) == []
+        open_backend(place, "a", grace_seconds=float("inf")).close()
+
+    def test_there_is_nothing_to_compact(self, backend, place):
+        self.put(backend, a=bytes(1000))
+        assert compact_backend(place) == (1001, 1001)
+
+    def test_closing_waits_for_nobody(self, backend, place):
+        self.put(backend, a=b"1")
+        with backend.read() as snapshot:
+            backend.close()
+            assert bytes(snapshot.get(b"a")) == b"1"
+        with pytest.raises(Closed), backend.read():
+            pass
+        again = open_backend(place, "a")
+        assert self.get(again, "a") == b"1"
+        again.close()
+
+    def test_where_one_may_not_write(self, backend, place, tmp_path):
+        if os.geteuid() == 0:
+            pytest.skip("root may always")
+        self.put(backend, a=b"1")
+        backend.close()
+        os.chmod(tmp_path / "a.zarr", 0o500)
+        with pytest.raises(InvalidArgument, match="not writable"):
+            open_backend(place, "a")
+        reader = open_backend(place, "r")
+        assert self.get(reader, "a") == b"1"
+        reader.close()
+        os.chmod(tmp_path / "a.zarr", 0o700)
 
 
 class TestZarrInBucket(BackendSuite):

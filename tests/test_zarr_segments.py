@@ -173,6 +173,25 @@ def test_numbers_that_cannot_be():
     tracemalloc.stop()
 
 
+def test_keys_out_of_order():
+    """So that no walk goes round in circles."""
+    packed = pack_segment([(b"b", b""), (b"a", GONE)])
+    with pytest.raises(Corrupt, match="block 0"):
+        everything(packed.data)
+    packed = pack_segment([(b"a", b""), (b"a", GONE)])
+    with pytest.raises(Corrupt, match="block 0"):
+        everything(packed.data)
+
+
+def test_blocks_out_of_order(small_blocks):
+    packed = pack_segment([(b"b" * 100, b""), (b"a" * 100, b"")])
+    with pytest.raises(Corrupt, match="not in order"):
+        everything(packed.data)
+    packed = pack_segment([(b"a", b""), (b"c" * 50, b""), (b"b" * 60, b"")])
+    with pytest.raises(Corrupt, match="block 0"):
+        everything(packed.data)
+
+
 @pytest.mark.parametrize(
     "block",
     [

@@ -40,6 +40,9 @@ _RATIO: Final = 2
 # Or all are merged, once they are so many times as long as need be, and these bytes.
 _MOST_WASTE: Final = 3
 _WASTE_BYTES: Final = 1 << 18
+# How often to look for commits where none are: in a long directory a new one may be missed, and the
+# one before be gone meanwhile.
+_LOOKS: Final = 2
 # More than any archive has, since tables at least double in length from the newest to the oldest.
 _MOST_TABLES: Final = 1 << 10  # each takes less than 128 bytes of `FIRST_BYTES`
 
@@ -198,10 +201,13 @@ def last_commit(objects: Objects, known: int) -> int:
         numbers = commit_numbers(objects, commit_key(known))
         if numbers:
             return max(numbers)
-    numbers = commit_numbers(objects)
-    if not numbers and known:
+    for _ in range(_LOOKS):
+        numbers = commit_numbers(objects)
+        if numbers:
+            return max(numbers)
+    if known:
         raise NotFound(f"{objects.where}: the archive is gone; no commit is there any more")
-    return max(numbers, default=0)
+    return 0
 
 
 def commit_numbers(objects: Objects, after: str | None = None) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
+from kvcodecs.errors import Corrupt
 from kvcodecs.spec import Kind
 
 from ... import keys
@@ -47,7 +48,11 @@ class Doomed(NamedTuple):
     @classmethod
     def unpack(cls, value: bytes) -> Doomed:
         fields: dict[str, Any] = load_fields(value, "objects to delete")
-        return cls(list(fields.get("objects", [])), list(fields.get("trees", [])))
+        found = [fields.get("objects", []), fields.get("trees", [])]
+        for names in found:
+            if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+                raise Corrupt(f"objects to delete: {names!r}; restore a copy of the archive")
+        return cls(*found)
 
 
 def unused(lookup: Lookup, objects: Iterable[str]) -> list[str]:

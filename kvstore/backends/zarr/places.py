@@ -210,7 +210,10 @@ def owners_in(lookup: Lookup, group: str) -> list[int]:
     owners = load_fields(value, f"group {group!r}").get("owners")
     if not isinstance(owners, list):
         raise Corrupt(f"group {group!r}: no list of owners; restore a copy of the archive")
-    return [int(owner, 16) for owner in owners]
+    try:
+        return [int(owner, 16) for owner in owners]
+    except (TypeError, ValueError) as error:
+        raise Corrupt(f"group {group!r}: owners: {error}; restore a copy") from error
 
 
 def locations(lookup: Lookup, key: bytes, reference: bytes) -> list[Request]:

@@ -11,7 +11,8 @@ import struct
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
-from itertools import accumulate, chain
+from itertools import accumulate, chain, islice
+from operator import lt
 from typing import Final, NamedTuple, Protocol, TypeAlias
 
 from kvcodecs.errors import Corrupt, Truncated, Unsupported
@@ -264,6 +265,8 @@ class Segment:
         self._firsts = _cut(index, _INDEX_ENTRY_BYTES * n, lengths)
         if sum(sizes) != n_blocks_bytes or _INDEX_ENTRY_BYTES * n + sum(lengths) != n_index:
             raise Corrupt(f"{where}: index and footer differ; restore a copy")
+        if not _ascend(self._firsts):
+            raise Corrupt(f"{where}: blocks are not in order; restore a copy")
         self._starts = tuple(accumulate(sizes, initial=self.start + n_values))
         self._blocks: dict[int, _Block] = {}
 
@@ -332,7 +335,8 @@ class Segment:
         if crc32c(data) != self._crcs[i]:
             raise Corrupt(f"{self._where}: wrong crc32c of block {i}; restore a copy")
         block = _parse(data)
-        if block is None or block.keys[0] != self._firsts[i]:
+        following = self._firsts[i + 1 : i + 2]
+        if block is None or block.keys[0] != self._firsts[i] or not _ascend(block.keys + following):
             raise Corrupt(f"{self._where}: block {i} is none; restore a copy")
         if len(self._blocks) >= _MOST_BLOCKS:
             self._blocks = {}
@@ -366,6 +370,11 @@ def _parse(data: bytes) -> _Block | None:
         return None
     starts = list(accumulate(widths, initial=at + sum(lengths)))
     return _Block(data, keys, codes, starts) if starts[-1] == len(data) else None
+
+
+def _ascend(keys: list[bytes]) -> bool:
+    """Whether keys are in order, none twice."""
+    return all(map(lt, keys, islice(keys, 1, None)))
 
 
 def _cut(data: bytes, at: int, lengths: Sequence[int]) -> list[bytes]:
