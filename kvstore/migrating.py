@@ -175,7 +175,8 @@ class Migration:
         new = replace(new, streams={stream: states[stream] for stream in new.streams})
         made = make_item(item.name, new.pack(item.name), new, item.model, where)
         if self.verify:
-            self._check(made)
+            with self.target.backend.read() as there:
+                check_values(there, made)
             self.meter.add(count_frames(item.record), 0)
         return made, indexed_ids(self.plan.snapshot, item)
 
@@ -208,21 +209,6 @@ class Migration:
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
-
-    def _check(self, made: Item) -> None:
-        """Read and check all values of a session that is not published yet."""
-
-        def skip(key: bytes) -> bool:
-            return False
-
-        with self.target.backend.read() as there:
-            passing = Passing(there)
-            batches = [values_of(there, made, stream, skip) for stream in made.record.streams]
-            for of_stream in (*batches, ids_of(there, made, skip)):
-                for batch in of_stream:
-                    for _, value in batch:
-                        passing.add(value)
-            passing.release()
 
     def note_recoded(self, item: Item) -> None:
         """Count a session that was coded anew."""
@@ -284,6 +270,27 @@ class SharedSnapshot:
     def release(self, view: memoryview) -> None:
         """See `Snapshot.release`."""
         self._snapshot.release(view)
+
+
+def check_values(snapshot: Snapshot, item: Item) -> None:
+    """Read and check all values of a session, which need not be published.
+
+    Raises
+    ------
+    Truncated, Corrupt, Unsupported
+        As `values_of`.
+    """
+
+    def skip(key: bytes) -> bool:
+        return False
+
+    passing = Passing(snapshot)
+    batches = [values_of(snapshot, item, stream, skip) for stream in item.record.streams]
+    for of_stream in (*batches, ids_of(snapshot, item, skip)):
+        for batch in of_stream:
+            for _, value in batch:
+                passing.add(value)
+    passing.release()
 
 
 def remove(target: Target, owners: Iterable[int], cause: BaseException) -> None:

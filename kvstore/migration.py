@@ -51,6 +51,7 @@ def migrate(
     src_options: Mapping[str, Any] | None = None,
     dst_options: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
+    with_ranges: bool = False,
 ) -> Migrated:
     """Copy sessions from one archive into another, which begins with them if there is none.
 
@@ -82,6 +83,9 @@ def migrate(
         What else `kvstore.open` is given.
     progress
         Called with bytes of the source that are done, and in all.
+    with_ranges
+        With `codec`, also code sessions anew that have it and hold ranges of others: so that one
+        header and the session's own positions are enough to decode them.
 
     Returns
     -------
@@ -128,7 +132,13 @@ def migrate(
             source = stack.enter_context(open_archive(src, **from_options))
         place = Place.of(dst.path if isinstance(dst, Archive) else dst)
         check_apart(Place.of(source.path), place)
-        plan = Plan(source, stack.enter_context(source._read()), sessions, codecs)
+        plan = Plan(
+            source,
+            stack.enter_context(source._read()),
+            sessions,
+            codecs,
+            with_ranges=with_ranges,
+        )
         if isinstance(dst, Archive):
             done = _add(plan, dst, options)
         elif (there := place.holds(_of_backend(to_options))) == "archive":

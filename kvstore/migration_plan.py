@@ -28,6 +28,9 @@ class Plan:
         Names and patterns; None for all.
     codecs
         What they shall be coded with; None for what they are.
+    with_ranges
+        Whether sessions are coded anew that have ranges of others, whatever their codec: their
+        blocks have several headers, or other positions than they were coded at.
 
     Attributes
     ----------
@@ -46,7 +49,10 @@ class Plan:
         snapshot: Snapshot,
         wanted: str | Iterable[str] | None,
         codecs: Mapping[Kind, CodecConfig] | None,
+        *,
+        with_ranges: bool = False,
     ) -> None:
+        self._with_ranges = with_ranges
         self.path, self.snapshot, self.codecs = source.path, snapshot, codecs
         # A new one: what was read before says nothing about what is stored now.
         self._catalog = Catalog(source.path)
@@ -74,7 +80,10 @@ class Plan:
 
     def is_recoded(self, item: Item) -> bool:
         """Whether a session is coded anew."""
-        return self.codecs is not None and is_recoded(item.record, self.codecs)
+        if self.codecs is None:
+            return False
+        has_range = self._with_ranges and item.record.n_faithful is not None
+        return has_range or is_recoded(item.record, self.codecs)
 
     def new_owner(self, item: Item) -> int:
         """Return the owner of a session that is coded anew."""

@@ -1,0 +1,226 @@
+"""Migration to and from formats that are no archives: `.tkv` stream files, arrays of zarr format 2.
+
+Sessions go to a folder each, which is whole once it has its ``session.json``; the folder of all is
+built under another name. With another codec they pass through an archive beside the target.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from kvcodecs.codec import CodecConfig
+from kvcodecs.errors import InvalidArgument, KvError, NotFound
+
+import kvstore
+from kvstore.backend import Snapshot
+from kvstore.destination import Place, check_apart, move_into_place, partial_folder
+from kvstore.migrating import Meter, Migrated
+from kvstore.migration_plan import Plan, chosen_names
+from kvstore.needed import Item
+from kvstore.pieces import count_frames
+from kvtools.importing import Incoming, target_archive
+from kvtools.session_folder import SESSION_FILE, ZARR2_FILE, folder_name, session_folders
+
+TKV_SUFFIX = ".tkvdir"
+ZARR2_PREFIX = "zarr2:"
+
+
+class Export(Protocol):
+    """Writes a session to a folder; returns bytes, and whether it shared frames."""
+
+    def __call__(
+        self, snapshot: Snapshot, item: Item, folder: Path, *, verify: bool
+    ) -> tuple[int, bool]: ...
+
+
+class Found(Protocol):
+    """A session that has been found in a folder."""
+
+    name: str
+
+    def incoming(self, archive: kvstore.Archive) -> Incoming: ...
+    def values(self) -> Iterator[tuple[bytes, bytes]]: ...
+
+
+def export(
+    source: str,
+    target: str,
+    write: Export,
+    begin: Callable[[Path], None],
+    *,
+    sessions: list[str] | None,
+    codec: CodecConfig | None,
+    resume: bool,
+    verify: bool,
+    workers: int | None,
+    progress: Callable[[int, int], None],
+) -> Migrated:
+    """Write sessions of an archive to a folder.
+
+    Parameters
+    ----------
+    target
+        The folder.
+    begin
+        Makes the folder of all sessions what its format wants.
+    """
+    started = time.perf_counter()
+    place = Place.of(target)
+    if place.folder is None or place.partial.folder is None:
+        raise InvalidArgument(f"{target}: not a folder")
+    if place.holds({}) != "nothing":
+        raise InvalidArgument(f"{target}: exists already; give another name, or remove it")
+    check_apart(Place.of(source), place)
+    with ExitStack() as stack:
+        done = Migrated(verified=verify)
+        if codec is not None:
+            passed = stack.enter_context(_passing(place.folder)) / "passed.kv"
+            through = kvstore.migrate(
+                source,
+                passed,
+                sessions=sessions,
+                codec=codec,
+                workers=workers,
+                verify=verify,
+                with_ranges=True,
+            )
+            done.recoded, done.flattened = through.recoded, through.flattened
+            source, sessions = str(passed), None
+        archive = stack.enter_context(kvstore.open(source, snapshot_seconds=math.inf))
+        plan = Plan(archive, stack.enter_context(archive._read()), sessions, None)
+        partial = place.partial.folder
+        stack.enter_context(partial_folder(partial, resume=resume))
+        try:
+            _export_all(plan, partial, write, begin, done, Meter(progress, plan.n_frames))
+        except KvError as error:
+            if not done.n_bytes:
+                shutil.rmtree(partial, ignore_errors=True)
+            else:
+                advice = "go on with resume=True, or remove it"
+                error.args = (f"{error}; {partial} keeps what was written: {advice}",)
+            raise
+        move_into_place(partial, place.folder)
+    done.seconds = time.perf_counter() - started
+    return done
+
+
+def _export_all(
+    plan: Plan,
+    partial: Path,
+    write: Export,
+    begin: Callable[[Path], None],
+    done: Migrated,
+    meter: Meter,
+) -> None:
+    begin(partial)
+    for name in plan.order:
+        item = plan.load(name)
+        folder = partial / folder_name(name)
+        if any((folder / last).exists() for last in (SESSION_FILE, ZARR2_FILE)):
+            done.skipped.append(name)
+            meter.add(count_frames(item.record), 0)
+            continue
+        shutil.rmtree(folder, ignore_errors=True)
+        n_bytes, alone = write(plan.snapshot, item, folder, verify=done.verified)
+        done.n_bytes += n_bytes
+        if name not in done.recoded:
+            done.moved.append(name)
+        if alone:
+            done.flattened.append(name)
+        meter.add(count_frames(item.record), n_bytes)
+    meter.finish()
+
+
+@contextmanager
+def _passing(folder: Path) -> Iterator[Path]:
+    """Yield a temporary folder beside another one."""
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as name:
+        yield Path(name)
+
+
+def take_in(
+    found: list[Found],
+    source: str,
+    target: str,
+    *,
+    sessions: list[str] | None,
+    codec: CodecConfig | None,
+    resume: bool,
+    verify: bool,
+    workers: int | None,
+    progress: Callable[[int, int], None],
+) -> Migrated:
+    """Store sessions of a folder in an archive."""
+    started = time.perf_counter()
+    by_name = {session.name: session for session in found}
+    if len(by_name) < len(found):
+        raise InvalidArgument(f"{source}: two sessions have the same name")
+    names = chosen_names(sorted(by_name, key=str.encode), sessions, source)
+    done = Migrated(verified=verify)
+    with ExitStack() as stack:
+        into, goes_on = target, resume
+        if codec is not None:
+            folder = Place.of(target).folder
+            parent = Path(tempfile.gettempdir()) / "kvstore" if folder is None else folder
+            into, goes_on = str(stack.enter_context(_passing(parent)) / "passed.kv"), False
+        with target_archive(into, resume=goes_on) as archive:
+            for i, name in enumerate(names):
+                incoming = by_name[name].incoming(archive)
+                if name in archive and goes_on and _is_there(archive, incoming):
+                    done.skipped.append(name)
+                else:
+                    incoming.store(by_name[name].values(), verify=verify)
+                    done.n_bytes += incoming.n_bytes
+                    done.moved.append(name)
+                progress(i + 1, len(names))
+        if codec is not None:
+            through = kvstore.migrate(
+                into, target, codec=codec, resume=resume, verify=verify, workers=workers
+            )
+            done = through
+    done.seconds = time.perf_counter() - started
+    return done
+
+
+def _is_there(archive: kvstore.Archive, incoming: Incoming) -> bool:
+    with archive._read() as snapshot:
+        record = archive._catalog.record(snapshot, incoming.item.name)
+    return record.pack(incoming.item.name) == incoming.item.value
+
+
+def is_tkv_folder(text: str) -> bool:
+    """Whether a folder has stream files, or folders with them."""
+    root = Path(text)
+    if not root.is_dir():
+        return False
+    if _has_streams(root):
+        return True
+    return any(_has_streams(folder) for folder in session_folders(root))
+
+
+def _has_streams(folder: Path) -> bool:
+    with os.scandir(folder) as entries:
+        return any(
+            entry.name == SESSION_FILE
+            or (entry.name.startswith(("k_", "v_")) and entry.name.endswith(".tkv"))
+            for entry in entries
+        )
+
+
+def tkv_sessions(text: str) -> list[Any]:
+    """Return the sessions of a folder of stream files."""
+    from kvtools.tkv_import import TkvSession
+
+    root = Path(text)
+    folders = [root] if _has_streams(root) else session_folders(root)
+    if not folders:
+        raise NotFound(f"{text}: no sessions")
+    return [TkvSession(folder) for folder in folders]

@@ -1,0 +1,128 @@
+"""Sessions that come from formats that are no archive: stored as they are coded, then published."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from kvcodecs.errors import InvalidArgument
+
+import kvstore
+from kvstore import keys
+from kvstore.backend import Transaction
+from kvstore.destination import Place, move_into_place, partial_folder
+from kvstore.migrating import check_values, remove
+from kvstore.moving import Target
+from kvstore.needed import BATCH_BYTES, Item
+from kvstore.publishing import publish
+from kvstore.token_ids import CHUNK_TOKENS, Ids, pack_ids
+from kvstore.users import is_prefix, users_of
+
+
+@contextmanager
+def target_archive(text: str, *, resume: bool) -> Iterator[kvstore.Archive]:
+    """Open an archive that sessions come into; one that begins with them appears when they are in.
+
+    On object storage, where nothing can be renamed, each session appears when it is whole.
+    """
+    place = Place.of(text)
+    if place.folder is None or place.holds({}) == "archive":
+        with kvstore.open(text, "a") as archive:
+            yield archive
+        return
+    partial = place.partial
+    if partial.folder is None:
+        raise InvalidArgument(f"{text}: not a folder")
+    with partial_folder(partial.folder, resume=resume):
+        with kvstore.open(partial.text, "a") as archive:
+            yield archive
+        move_into_place(partial.folder, place.folder)
+
+
+@dataclass(slots=True)
+class Incoming:
+    """A session that comes into an archive.
+
+    Attributes
+    ----------
+    item
+        What it will be; its values are keys and bytes.
+    ids
+        Token ids from the first chunk that was not trimmed on.
+    """
+
+    archive: kvstore.Archive
+    item: Item
+    ids: Ids | None
+    n_bytes: int = 0
+    _values: list[tuple[bytes, bytes]] = field(default_factory=list)
+    _n_waiting: int = 0
+
+    def store(self, values: Iterable[tuple[bytes, bytes]], *, verify: bool) -> None:
+        """Store its values and publish it; nothing of it stays if that fails.
+
+        Raises
+        ------
+        InvalidArgument
+            The archive has it already, or its frames.
+        """
+        archive, record = self.archive, self.item.record
+        target = Target(archive._backend, archive._catalog, archive._room, archive._timeout)
+        with archive._read() as snapshot:
+            others = users_of(snapshot, record.owner)
+            if self.item.name in archive or others:
+                there = others[0].name if others else self.item.name
+                raise InvalidArgument(
+                    f"{archive.path}: has session {self.item.name!r} already, as {there!r}"
+                )
+        lease = archive._backend.lease(record.owner, self.item.name)
+        try:
+            for key, value in values:
+                self._add(target, key, value)
+            for key, value in self._id_values():
+                self._add(target, key, value)
+            if verify:
+                self._flush(target)
+                with archive._read() as snapshot:
+                    check_values(snapshot, self.item)
+            ids = self.ids
+            if ids is not None:
+                serves = is_prefix(record, self.item.model)
+                ids = ids[: record.n_faithful_tokens] if serves else None
+            self._flush(target, lambda t: publish(t, archive._catalog, self.item, ids))
+        except BaseException as error:
+            remove(target, [record.owner], error)
+            raise
+        finally:
+            lease.release()
+
+    def _id_values(self) -> Iterator[tuple[bytes, bytes]]:
+        if self.ids is None:
+            return
+        record, owner = self.item.record, self.item.record.owner
+        first = record.first // CHUNK_TOKENS
+        for chunk in range(first, -(-record.n_tokens // CHUNK_TOKENS)):
+            lo = (chunk - first) * CHUNK_TOKENS
+            part = self.ids[lo : lo + CHUNK_TOKENS]
+            yield keys.tokens_key(owner, chunk), pack_ids(part, owner, chunk)
+
+    def _add(self, target: Target, key: bytes, value: bytes) -> None:
+        self._values.append((key, value))
+        self._n_waiting += len(value)
+        if self._n_waiting >= BATCH_BYTES:
+            self._flush(target)
+
+    def _flush(
+        self, target: Target, more: Callable[[Transaction], None] = lambda transaction: None
+    ) -> None:
+        values, n_bytes = sorted(self._values), self._n_waiting
+
+        def store(transaction: Transaction) -> None:
+            for key, value in values:
+                transaction.put(key, value)
+            more(transaction)
+
+        target.write(store, n_bytes=n_bytes)
+        self.n_bytes += n_bytes
+        self._values, self._n_waiting = [], 0

@@ -1,0 +1,189 @@
+"""Sessions that were written as zarr format 2 into an archive; see `zarr2_export`.
+
+Payloads are copied back. The last block, padded there, is coded again without its padding: the
+values are the same, and so are the bytes, since coding decoded values again gives them.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from kvcodecs.codec import BlockCodec, codec_by_number
+from kvcodecs.container import BLOCK_CODECS, read_blocks, read_head
+from kvcodecs.errors import Corrupt, KvError, NotFound
+from kvcodecs.frame import header_tag, pack_frame, seal_record
+from kvcodecs.spec import Kind, StreamSpec
+
+import kvstore
+from kvstore import keys
+from kvstore.needed import make_item
+from kvstore.records import HEADER_MAGIC
+from kvstore.session_record import StreamState
+from kvtools.importing import Incoming
+from kvtools.session_folder import (
+    ZARR2_FILE,
+    read_json,
+    read_sidecar,
+    session_folders,
+    unpack_errors,
+)
+from kvtools.stream_copy import first_id, raw_payload, stream_file
+from kvtools.zarr2_export import FORMAT, HEAD_SUFFIX, IDS_NAME, decode_payload
+
+
+class Zarr2Session:
+    """One group of arrays."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        path = folder / ZARR2_FILE
+        data = read_json(path)
+        if not isinstance(data, dict) or "kvstore" not in data:
+            raise NotFound(f"{path}: no session that kvstore migrate wrote")
+        self._sidecar = read_sidecar(data["kvstore"], FORMAT, path)
+        self.name = self._sidecar.name
+
+    def incoming(self, archive: kvstore.Archive) -> Incoming:
+        """Return the session as it will be in an archive."""
+        record, model = self._sidecar.record, self._sidecar.model
+        ids = None
+        if record.has_ids:
+            n = record.n_tokens - first_id(record)
+            ids = self._plain(self.folder / IDS_NAME, (n,), "<i8").astype(np.int64)
+        where = f"{archive.path}: session {self.name!r}"
+        item = make_item(self.name, record.pack(self.name), record, model, where)
+        return Incoming(archive, item, ids)
+
+    def values(self) -> Iterator[tuple[bytes, bytes]]:
+        """Yield headers, frames and heads; see `TkvSession.values`."""
+        for layer, kind in self._sidecar.model.streams():
+            yield from self._stream(layer, kind)
+
+    def _stream(self, layer: int, kind: Kind) -> Iterator[tuple[bytes, bytes]]:
+        record = self._sidecar.record
+        state = record.streams[layer, kind]
+        name = stream_file(layer, kind)
+        about = self._sidecar.streams.get(name)
+        if not isinstance(about, dict):
+            raise Corrupt(f"{self.folder / ZARR2_FILE}: nothing about {name}")
+        try:
+            if state.has_header:
+                yield from self._frames(self.folder / name, layer, kind, state, about)
+            if state.n_head:
+                yield self._head(self.folder / f"{name}{HEAD_SUFFIX}", layer, kind, state, about)
+        except (KeyError, TypeError, ValueError) as error:
+            if isinstance(error, KvError):
+                raise
+            raise Corrupt(f"{self.folder / name}: {error!r}") from error
+
+    def _frames(
+        self, folder: Path, layer: int, kind: Kind, state: StreamState, about: dict[str, Any]
+    ) -> Iterator[tuple[bytes, bytes]]:
+        record, spec = self._sidecar.record, self._sidecar.model.stream(layer, kind)
+        codec = codec_by_number(int(about["codec"]))
+        size, n_all = state.block_tokens, max(record.n_tokens - state.start, 0)
+        n_blocks = -(-n_all // size)
+        errors = unpack_errors(about["errors"], n_blocks, str(folder))
+        header = base64.b64decode(about["header"]) if not n_blocks else b""
+        for block, error in enumerate(errors):
+            path = folder / f"0.{block}.0"
+            params, payload, original = self._chunk(path, codec, spec, about)
+            if header and original != header:
+                raise Corrupt(f"{path}: coded with other statistics than the chunks before")
+            header = original
+            first, n_tokens = state.start + block * size, min(size, n_all - block * size)
+            own = codec.unpack(spec, header)
+            if n_tokens < size:
+                plain = replace(params, spec=StreamSpec(kind, spec.heads, spec.head_dim))
+                coded = np.empty((spec.heads, size, spec.head_dim), np.float32)
+                decode_payload(codec, plain, payload, coded)
+                encoder = codec.encoder(own, first)
+                encoder.push(np.ascontiguousarray(coded[:, :n_tokens]))
+                payload = memoryview(encoder.payload())
+            frame = pack_frame(
+                codec=codec.number,
+                kind=kind,
+                owner=record.owner,
+                layer=layer,
+                first_token=first,
+                n_tokens=n_tokens,
+                payload=payload,
+                header_tag=header_tag(header),
+                error=error,
+            )
+            sealed = keys.frame_key(record.owner, layer, kind, block)
+            tail = keys.stream_key(keys.TAIL, record.owner, layer, kind)
+            yield (sealed if n_tokens == size else tail), frame
+        if about["header_tag"] != f"{header_tag(header):016x}":
+            raise Corrupt(f"{folder}: another stream header than was written")
+        key = keys.stream_key(keys.HEADER, record.owner, layer, kind)
+        yield key, seal_record(HEADER_MAGIC, bytes([codec.number]) + header)
+
+    def _chunk(
+        self, path: Path, codec: BlockCodec, spec: StreamSpec, about: dict[str, Any]
+    ) -> tuple[Any, memoryview, bytes]:
+        """Return parameters and payload of a chunk, and the stream's header as it was."""
+        try:
+            data = memoryview(path.read_bytes())
+        except FileNotFoundError:
+            raise NotFound(f"{path}: not there") from None
+        try:
+            head, header, rest = read_head(data)
+            found = BLOCK_CODECS.get(head.layout), head.kind, head.heads, head.head_dim
+            if found != (codec.name, spec.kind, spec.heads, spec.head_dim) or head.n_blocks != 1:
+                raise Corrupt(f"{found}, {head.n_blocks} blocks: not a block of this stream")
+            (payload,) = read_blocks(head, header, rest)
+            params = codec.unpack(head.spec(), header)
+        except KvError as error:
+            raise type(error)(f"{path}: {error}") from error
+        original = params
+        if hasattr(params, "sink"):
+            original = replace(params, sink=int(about["sink"]))
+        return params, payload, codec.pack(original)
+
+    def _head(
+        self, folder: Path, layer: int, kind: Kind, state: StreamState, about: dict[str, Any]
+    ) -> tuple[bytes, bytes]:
+        spec, owner = self._sidecar.model.stream(layer, kind), self._sidecar.record.owner
+        said = about["head"]
+        dtype = str(said["dtype"])
+        shape = (spec.heads, state.n_head, spec.head_dim)
+        values = self._plain(folder, shape, "<f2" if dtype == "float16" else "<f4")
+        (error,) = unpack_errors(said["error"], 1, str(folder))
+        frame = pack_frame(
+            codec=0,
+            kind=kind,
+            owner=owner,
+            layer=layer,
+            first_token=state.start,
+            n_tokens=state.n_head,
+            payload=raw_payload(np.ascontiguousarray(values, np.float32), spec, dtype),
+            error=error,
+        )
+        return keys.stream_key(keys.HEAD, owner, layer, kind), frame
+
+    def _plain(self, folder: Path, shape: tuple[int, ...], dtype: str) -> Any:
+        path = folder / ".".join("0" for _ in shape)
+        n_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        if not n_bytes:
+            return np.empty(shape, dtype)
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            raise NotFound(f"{path}: not there") from None
+        if len(data) != n_bytes:
+            raise Corrupt(f"{path}: {len(data)} bytes, expected {n_bytes}")
+        return np.frombuffer(data, dtype).reshape(shape)
+
+
+def zarr2_sessions(folder: str) -> list[Zarr2Session]:
+    """Return the sessions of a group that `zarr2_export` wrote."""
+    folders = session_folders(Path(folder))
+    if not folders:
+        raise NotFound(f"{folder}: no sessions")
+    return [Zarr2Session(path) for path in folders]
