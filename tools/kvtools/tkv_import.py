@@ -106,37 +106,34 @@ class TkvSession:
         self, path: Path, layer: int, kind: Kind, state: StreamState, about: dict[str, Any]
     ) -> Iterator[tuple[bytes, bytes]]:
         owner, where = self._sidecar.record.owner, str(path)
-        with open(_there(path), "rb") as stream, _mapped(stream.fileno(), where) as data:
-            file = TkvFile.parse(data)
-            try:
-                params = self._params(file, layer, kind, state, about, where)
-                header = CODEC.pack(params)
-                tag = header_tag(header)
-                if about.get("header_tag", f"{tag:016x}") != f"{tag:016x}":
-                    raise Corrupt(f"{where}: its header is not what was written")
-                errors = unpack_errors(about.get("errors"), file.n_blocks, where)
-                for block, error in enumerate(errors):
-                    first = block * state.block_tokens
-                    n_tokens = min(state.block_tokens, file.n_tokens - first)
-                    frame = pack_frame(
-                        codec=CODEC.number,
-                        kind=kind,
-                        owner=owner,
-                        layer=layer,
-                        first_token=state.start + first,
-                        n_tokens=n_tokens,
-                        payload=file.block_entries(block),
-                        header_tag=tag,
-                        error=error,
-                    )
-                    sealed = keys.frame_key(owner, layer, kind, block)
-                    tail = keys.stream_key(keys.TAIL, owner, layer, kind)
-                    yield (sealed if n_tokens == state.block_tokens else tail), frame
-                body = bytes([CODEC.number]) + header
-                key = keys.stream_key(keys.HEADER, owner, layer, kind)
-                yield key, seal_record(HEADER_MAGIC, body)
-            finally:
-                del file  # it refers to the mapping
+        # Unmapped once nothing refers to it.
+        file = TkvFile.parse(_mapped(_there(path)))
+        params = self._params(file, layer, kind, state, about, where)
+        header = CODEC.pack(params)
+        tag = header_tag(header)
+        if about.get("header_tag", f"{tag:016x}") != f"{tag:016x}":
+            raise Corrupt(f"{where}: its header is not what was written")
+        errors = unpack_errors(about.get("errors"), file.n_blocks, where)
+        for block, error in enumerate(errors):
+            first = block * state.block_tokens
+            n_tokens = min(state.block_tokens, file.n_tokens - first)
+            frame = pack_frame(
+                codec=CODEC.number,
+                kind=kind,
+                owner=owner,
+                layer=layer,
+                first_token=state.start + first,
+                n_tokens=n_tokens,
+                payload=file.block_entries(block),
+                header_tag=tag,
+                error=error,
+            )
+            sealed = keys.frame_key(owner, layer, kind, block)
+            tail = keys.stream_key(keys.TAIL, owner, layer, kind)
+            yield (sealed if n_tokens == state.block_tokens else tail), frame
+        body = bytes([CODEC.number]) + header
+        key = keys.stream_key(keys.HEADER, owner, layer, kind)
+        yield key, seal_record(HEADER_MAGIC, body)
 
     def _params(
         self,
@@ -170,11 +167,12 @@ def _there(path: Path) -> Path:
     return path
 
 
-def _mapped(fd: int, where: str) -> mmap.mmap:
-    try:
-        return mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
-    except ValueError:
-        raise Corrupt(f"{where}: empty") from None
+def _mapped(path: Path) -> mmap.mmap:
+    with open(path, "rb") as file:
+        try:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except ValueError:
+            raise Corrupt(f"{path}: empty") from None
 
 
 def _guess(folder: Path) -> Sidecar:
