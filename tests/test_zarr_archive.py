@@ -453,3 +453,10 @@ TestZarrView.settings = settings(
     deadline=None,
     suppress_health_check=list(HealthCheck),
 )
+
+
+def test_a_session_with_the_name_of_zarrs_documents(place, archive):
+    add(archive, "zarr.json", BLOCK)
+    add(archive, "a", BLOCK)
+    check_session(place, archive, "zarr.json")
+    check_session(place, archive, "a")

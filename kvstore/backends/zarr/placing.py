@@ -14,6 +14,7 @@ from typing import TypeAlias
 from kvcodecs.spec import Kind
 
 from ... import keys
+from .documents import FILE_NAME
 from .places import (
     IN_ARRAY,
     IN_SHARD,
@@ -205,7 +206,7 @@ class _Placing:
     def _take_group(self, owner: int, name: str) -> Home:
         wanted = group_of(name)
         group, number = wanted, 1
-        while self.raw(group_key(group)) is not None or group.startswith("_kvstore"):
+        while self.raw(group_key(group)) is not None or group == FILE_NAME:
             number += 1
             group = f"{wanted}.{number}"
         home = Home(group)
