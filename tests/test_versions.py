@@ -86,7 +86,7 @@ def test_versions_count_from_one_and_each_but_the_first_has_a_step():
 
 
 def test_the_document_lists_the_versions():
-    section = FORMAT_MD.read_text().split("\n## 8. Versions\n")[1]
+    section = FORMAT_MD.read_text().split("\n## 8. Versions\n")[1].split("\n## ")[0]
     rows = re.findall(r"^\| (\d+) \| ([^|]+) \|", section, re.MULTILINE)
     assert rows == [(str(v.number), v.first_release) for v in versions.VERSIONS]
 
