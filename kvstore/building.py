@@ -7,6 +7,7 @@ of all sessions and that of the archive, without which nobody opens it.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator
 
 from kvcodecs.errors import Corrupt
@@ -14,7 +15,7 @@ from kvcodecs.errors import Corrupt
 from . import keys
 from .backend import Lease, Transaction
 from .catalog import _writer_name
-from .migrating import Migrated, Migration
+from .migrating import Migrated, Migration, settle_homes
 from .needed import Item, make_item
 from .publishing import enlist, forget_lists, indexed_ids
 from .records import pack_archive
@@ -35,15 +36,26 @@ class Building(Migration):
             forget_lists(self.target)
         self._made: dict[str, bytes] = {}
         self._leases: dict[int, Lease] = {}
+        self._under_way: deque[Item] = deque()
         try:
             for name in self.plan.order:
                 item = self.plan.load(name)
                 if self.plan.is_recoded(item):
                     self._recode(item)
-                else:
+                elif self.elsewhere is None:
                     self._move(item)
+                else:
+                    self._hold_all(item)
+                    settle_homes(self.mover, item)
+                    self.elsewhere.start(item)
+                    self._under_way.append(item)
+                    if len(self._under_way) >= self.elsewhere.n_ahead:
+                        self._move(self._under_way.popleft())
+            while self._under_way:
+                self._move(self._under_way.popleft())
             self.mover.flush()
         finally:
+            self._under_way.clear()
             self._release()
         if self.verify:
             for name in self.done.moved:
@@ -55,8 +67,7 @@ class Building(Migration):
         return self.finish()
 
     def _move(self, item: Item) -> None:
-        for owner in item.claims:
-            self._hold(owner, self.plan.home[owner])
+        self._hold_all(item)
         self.move(item)
         if len(self._leases) >= _MOST_LEASES:
             self.mover.flush()
@@ -72,14 +83,20 @@ class Building(Migration):
         self._made[item.name] = made.value
         self.note_recoded(item)
 
+    def _hold_all(self, item: Item) -> None:
+        for owner in item.claims:
+            self._hold(owner, self.plan.home[owner])
+
     def _hold(self, owner: int, name: str) -> None:
         """Take the lease of an owner: it tells the backend whose frames they are."""
         if owner not in self._leases:
             self._leases[owner] = self.target.backend.lease(owner, name)
 
     def _release(self) -> None:
-        while self._leases:
-            self._leases.popitem()[1].release()
+        """Give back the leases that nothing under way needs."""
+        needed = {owner for item in self._under_way for owner in item.claims}
+        for owner in [owner for owner in self._leases if owner not in needed]:
+            self._leases.pop(owner).release()
 
     def _outcome(self, name: str) -> Item:
         """Return a session as it will be stored."""

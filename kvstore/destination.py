@@ -55,6 +55,11 @@ class Place:
         return cls(text, Path(rest), prefix)
 
     @property
+    def absolute(self) -> str:
+        """The same place for a process with another working directory."""
+        return self.text if self.folder is None else f"{self.prefix}{self.folder.absolute()}"
+
+    @property
     def partial(self) -> Place:
         """Where an archive is built that will be here."""
         if self.folder is None:

@@ -11,7 +11,8 @@ from typing import Protocol, TypeAlias
 from kvcodecs.errors import KvError
 from kvcodecs.plan import available_cpus
 
-from .backend import Snapshot
+from . import keys
+from .backend import Snapshot, Transaction
 from .migration_plan import Plan
 from .moving import Mover, Target, compare
 from .needed import Item, Ranges, ids_of, make_item, values_of
@@ -91,8 +92,17 @@ class Meter:
 class Elsewhere(Protocol):
     """Does the work on streams in other processes, which have the same snapshot of a session."""
 
-    def move(self, item: Item, *, verify: bool) -> int:
-        """Move a session's values, and compare them; return the bytes."""
+    @property
+    def n_ahead(self) -> int:
+        """How many sessions may be under way."""
+        ...
+
+    def start(self, item: Item) -> None:
+        """Begin to move a session."""
+        ...
+
+    def move(self, item: Item) -> int:
+        """Wait until a session has been moved, and compared where that is wanted."""
         ...
 
     def recode(
@@ -127,7 +137,7 @@ class Migration:
         self.plan, self.target, self.done = plan, target, Migrated(verified=verify)
         self.resume, self.verify = resume, verify
         self._workers = workers or available_cpus()
-        self._elsewhere = elsewhere
+        self.elsewhere = elsewhere
         self.meter = Meter(progress, plan.n_frames * (2 if verify else 1))
         advance = self.meter.add
         self.mover = Mover(plan.snapshot, target, plan.shared, resume, advance)
@@ -135,16 +145,17 @@ class Migration:
 
     def move(self, item: Item) -> None:
         """Move the values of a session; some may wait in the mover."""
-        if self._elsewhere is None:
+        if self.elsewhere is None:
             self.mover.move(item, item.record.streams, ids=True)
         else:
-            n_bytes = self._elsewhere.move(item, verify=self.verify)
+            settle_homes(self.mover, item)
+            n_bytes = self.elsewhere.move(item)
             self.done.n_bytes += n_bytes
             self.meter.add(count_frames(item.record) * (2 if self.verify else 1), n_bytes)
 
     def compare(self, item: Item) -> None:
         """Compare what was moved of a session, all of it flushed, with the source."""
-        if self._elsewhere is None:
+        if self.elsewhere is None:
             backend, shared = self.target.backend, self.plan.shared
             compare(self.plan.snapshot, backend, item, shared, self._seen, self.meter.add)
 
@@ -164,10 +175,13 @@ class Migration:
                     if state is not None:
                         states[stream] = state
         todo = [stream for stream in new.streams if stream not in states]
-        if self._elsewhere is None:
+        if self.elsewhere is None:
             coded = self._recode_here(item, new, todo)
         else:
-            coded = self._elsewhere.recode(item, new, todo)
+            # The first one here: as `settle_homes`.
+            coded = self._recode_here(item, new, todo[:1])
+            coded |= self.elsewhere.recode(item, new, todo[1:])
+            self.meter.add(count_frames(item.record), 0)
         for stream, (state, n_bytes) in coded.items():
             states[stream] = state
             self.done.n_bytes += n_bytes
@@ -270,6 +284,32 @@ class SharedSnapshot:
     def release(self, view: memoryview) -> None:
         """See `Snapshot.release`."""
         self._snapshot.release(view)
+
+
+def first_frames(item: Item) -> Iterator[tuple[int, bytes]]:
+    """Yield the owners of a session that have frames, and the key of the first that it needs."""
+    for owner, claim in item.claims.items():
+        for stream, blocks in claim.blocks.items():
+            yield owner, keys.frame_key(owner, *stream, blocks[0][0])
+            break
+
+
+def settle_homes(mover: Mover, item: Item) -> None:
+    """Move one frame of each owner: a backend that keeps frames with their session learns here
+    which that is, from the lease that this process holds.
+    """
+    waiting = [
+        (key, bytes(value))
+        for owner, key in first_frames(item)
+        if not mover.is_used(owner) and (value := mover.source.get(key)) is not None
+    ]
+
+    def store(transaction: Transaction) -> None:
+        for key, value in waiting:
+            transaction.put(key, value)
+
+    if waiting:
+        mover.target.write(store, n_bytes=sum(len(value) for _, value in waiting))
 
 
 def check_values(snapshot: Snapshot, item: Item) -> None:

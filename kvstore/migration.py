@@ -15,7 +15,7 @@ import shutil
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, cast
 
 from kvcodecs.codec import CodecConfig
 from kvcodecs.errors import InvalidArgument, KvError, NotFound
@@ -23,12 +23,12 @@ from kvcodecs.spec import Kind
 
 from .adding import Adding
 from .archive import Archive
-from .backend import check_timeout, open_backend
+from .backend import MEMORY_PREFIX, check_timeout, open_backend
 from .building import Building
 from .catalog import Catalog
 from .destination import Place, check_apart, move_into_place, partial_folder
 from .layout import check_configs, check_threads
-from .migrating import Migrated, Progress
+from .migrating import Elsewhere, Migrated, Progress
 from .migration_plan import Plan
 from .moving import Target
 from .opening import open as open_archive
@@ -121,10 +121,10 @@ def migrate(
         "verify": bool(verify),
         "workers": check_threads(workers),
         "progress": progress,
-        "elsewhere": None,
     }
     to_options = {"lock_timeout": timeout, **(dst_options or {})}
     with ExitStack() as stack:
+        spread = None if dask is None else _Spreading(dask, src, dst, src_options, stack)
         if isinstance(src, Archive):
             source = src
         else:
@@ -140,20 +140,20 @@ def migrate(
             with_ranges=with_ranges,
         )
         if isinstance(dst, Archive):
-            done = _add(plan, dst, options)
+            done = _add(plan, dst, options, to_options, spread)
         elif (there := place.holds(_of_backend(to_options))) == "archive":
             open_archive(place.text, **to_options).close()  # so that none begins here
             archive = stack.enter_context(open_archive(place.text, "a", **to_options))
-            done = _add(plan, archive, options)
+            done = _add(plan, archive, options, to_options, spread)
         elif place.folder is None:
             if there == "partial" and not resume:
                 raise InvalidArgument(
                     f"{place.text}: has the rest of a migration that did not end; go on with "
                     "resume=True, or remove it"
                 )
-            done = _build(plan, place, to_options, options)
+            done = _build(plan, place, to_options, options, spread)
         else:
-            done = _build_beside(plan, place, to_options, options)
+            done = _build_beside(plan, place, to_options, options, spread)
     done.seconds = time.perf_counter() - started
     return done
 
@@ -169,21 +169,79 @@ def _of_backend(options: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _add(plan: Plan, archive: Archive, options: dict[str, Any]) -> Migrated:
+class _Spreading:
+    """What it takes to let a cluster do the work, once it is known where it goes."""
+
+    def __init__(
+        self,
+        scheduler: str,
+        src: object,
+        dst: object,
+        src_options: Mapping[str, Any] | None,
+        stack: ExitStack,
+    ) -> None:
+        from .spreading import Cluster
+
+        for end in (src, dst):
+            if isinstance(end, Archive) or str(end).startswith(MEMORY_PREFIX):
+                raise InvalidArgument(
+                    f"dask={scheduler!r}: give paths or addresses that workers can open, not {end}"
+                )
+        self._source = Place.of(os.fspath(cast(str, src))).absolute
+        self._options = dict(src_options or {})
+        self._cluster = Cluster(scheduler)
+        stack.callback(self._cluster.close)
+
+    def to(
+        self, target: Target, text: str, to_options: dict[str, Any], *, is_there: bool, verify: bool
+    ) -> Elsewhere:
+        """Return who does the work."""
+        from .spreading import Ends, Spread
+
+        ends = Ends(
+            self._source,
+            Place.of(text).absolute,
+            self._options,
+            _of_backend(to_options),
+            to_options if is_there else None,
+            to_options["lock_timeout"],
+        )
+        return Spread(self._cluster, ends, verify, target.moved)
+
+
+def _add(
+    plan: Plan,
+    archive: Archive,
+    options: dict[str, Any],
+    to_options: dict[str, Any],
+    spread: _Spreading | None,
+) -> Migrated:
     if archive.mode == "r":
         raise InvalidArgument(f"{archive.path}: opened with mode='r'; use mode='a' to write")
     target = Target(archive._backend, archive._catalog, archive._room, archive._timeout)
-    return Adding(plan, target, **options).run()
+    verify = bool(options["verify"])
+    elsewhere = None
+    if spread is not None:
+        elsewhere = spread.to(target, archive.path, to_options, is_there=True, verify=verify)
+    return Adding(plan, target, elsewhere=elsewhere, **options).run()
 
 
 def _build(
-    plan: Plan, place: Place, to_options: dict[str, Any], options: dict[str, Any]
+    plan: Plan,
+    place: Place,
+    to_options: dict[str, Any],
+    options: dict[str, Any],
+    spread: _Spreading | None,
 ) -> Migrated:
     """Build an archive at a place that has none."""
     backend = open_backend(place.text, "a", **_of_backend(to_options))
     try:
         target = Target(backend, Catalog(backend.path), None, to_options["lock_timeout"])
-        building = Building(plan, target, **options)
+        verify = bool(options["verify"])
+        elsewhere = None
+        if spread is not None:
+            elsewhere = spread.to(target, place.text, to_options, is_there=False, verify=verify)
+        building = Building(plan, target, elsewhere=elsewhere, **options)
         try:
             done = building.run()
         except BaseException as error:
@@ -199,7 +257,11 @@ def _build(
 
 
 def _build_beside(
-    plan: Plan, place: Place, to_options: dict[str, Any], options: dict[str, Any]
+    plan: Plan,
+    place: Place,
+    to_options: dict[str, Any],
+    options: dict[str, Any],
+    spread: _Spreading | None,
 ) -> Migrated:
     """Build an archive under another name, and rename it."""
     partial = place.partial
@@ -207,7 +269,7 @@ def _build_beside(
         raise NotFound(f"{place.text}: not in the file system")
     with partial_folder(partial.folder, resume=options["resume"]):
         try:
-            done = _build(plan, partial, to_options, options)
+            done = _build(plan, partial, to_options, options, spread)
         except _Nothing as nothing:
             shutil.rmtree(partial.folder, ignore_errors=True)
             raise nothing.__cause__ or nothing from None

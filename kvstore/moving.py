@@ -198,6 +198,10 @@ class Mover:
         self._waiting, self._n_waiting = [], 0
         self._runs, self._singles = Ranges(), set()
 
+    def is_used(self, owner: int) -> bool:
+        """Whether sessions of the target use an owner of the session that was begun last."""
+        return owner in self._uses
+
     @property
     def waits(self) -> bool:
         """Whether anything waits for `flush`."""
@@ -285,6 +289,9 @@ def compare(
     shared: Collection[int],
     seen: Ranges,
     advance: Advance,
+    *,
+    streams: Iterable[StreamName] | None = None,
+    ids: bool = True,
 ) -> int:
     """Compare every value that a session needs with what a backend has; return their bytes.
 
@@ -292,6 +299,8 @@ def compare(
     ----------
     shared, seen
         Owners that other sessions use too, and what has been compared of them for these.
+    streams, ids
+        Which streams, None for all; and whether the token ids as well.
 
     Raises
     ------
@@ -306,8 +315,9 @@ def compare(
             advance(1, 0)
         return known
 
-    batches = [values_of(source, item, stream, skip) for stream in item.record.streams]
-    for of_stream in (*batches, ids_of(source, item, skip)):
+    chosen = item.record.streams if streams is None else streams
+    batches = [values_of(source, item, stream, skip) for stream in chosen]
+    for of_stream in (*batches, *((ids_of(source, item, skip),) if ids else ())):
         for batch in of_stream:
             with backend.read() as there:
                 there.prefetch([key for key, _ in batch])
