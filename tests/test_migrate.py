@@ -409,7 +409,7 @@ def test_frames_that_are_deleted_meanwhile_are_missed(source, tmp_path, monkeypa
             kvstore.migrate(source, archive, sessions="fork")
         monkeypatch.undo()
         assert archive.names() == []
-        assert archive.gc() == 0
+        assert archive.verify().n_leftover <= 1  # the model, which deleting leaves
         kvstore.migrate(source, archive, sessions=["bare", "fork"])
         assert_sound(archive)
 
