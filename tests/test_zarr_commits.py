@@ -15,6 +15,7 @@ from kvcodecs.raw import Raw
 import kvstore
 from kvstore import keys
 from kvstore.archive import Archive
+from kvstore.backends.zarr import commit as commit_steps
 from kvstore.backends.zarr import shared, view
 from kvstore.backends.zarr.backend import ZarrBackend
 from kvstore.backends.zarr.commits import (
@@ -129,7 +130,7 @@ class FakeObjects(Objects):
                 still_mine()
             self.storage.data[key] = data
 
-    def copy(self, pairs):
+    def copy(self, pairs, still_mine):
         for source, target in pairs:
             self.tick()
             if source not in self.storage.data:
@@ -817,7 +818,7 @@ def check_documents(storage, backend):
     anew = storage.copy()
     with backend.read() as snapshot:
         every = [keys.name_of(key) for key, _ in snapshot.sizes(keys.SESSION)]
-        view.sync(FakeObjects(anew), snapshot, Sync(every))
+        view.sync(FakeObjects(anew), snapshot, Sync(every), bool)
     # What a deletion leaves is there until its time has come.
     for key, data in anew.data.items():
         if key.endswith("zarr.json"):
@@ -932,10 +933,10 @@ def test_documents_that_could_not_be_put_are_put_later(storage):
     class NoDocuments(FakeObjects):
         broken = True
 
-        def put_all(self, items):
+        def put_all(self, items, still_mine):
             if self.broken:
                 raise Full("no room")
-            super().put_all(items)
+            super().put_all(items, still_mine)
 
     objects = NoDocuments(storage)
     session.close()
@@ -1049,4 +1050,71 @@ def test_fork(tmp_path):
     with pytest.raises(Locked):
         backend.lease(5, "s")
     lease.release()
+    backend.close()
+
+
+def test_what_was_saved_from_its_place_goes_back(storage):
+    """A writer saves a frame, puts another one in its place, and dies."""
+    archive = Archive(open_storage(storage, grace_seconds=100.0), "a")
+    for name in "st":
+        grow(create(archive, name), 0, 600)
+    before = state(archive)
+    with archive._read() as snapshot:
+        key = next(
+            key for key, _ in snapshot.sizes(keys.owner_prefix(keys.FRAME, owner_of(archive)))
+        )
+    aside = f"{ROOT}frames/{owner_of(archive):016x}/k_000/{keys.parse(key).index}"
+    chunk = f"s/k_000/c/0/{keys.parse(key).index}/0"
+    kept = storage.data[chunk]
+    storage.data[aside], storage.data[chunk] = kept, storage.data["t/k_000/c/0/1/0"]
+    assert state(archive) == before
+    # Whoever tries again does not save what is in the place now.
+    objects = archive._backend._shared.objects
+    assert commit_steps._to_rescue(objects, [(chunk, aside)]) == []
+    assert commit_steps._to_rescue(objects, [(aside, aside)]) == [(aside, aside)]
+    assert archive.gc() == len(kept)
+    assert storage.data[chunk] == kept
+    assert aside not in storage.data
+    assert state(archive) == before
+
+
+def owner_of(archive):
+    with archive._read() as snapshot:
+        return archive._catalog.record(snapshot, "s").owner
+
+
+@pytest.mark.parametrize("what", ["503", "500", "drop before", "drop after"])
+@pytest.mark.parametrize("pattern", ["PUT .*/commits/", "GET .*/commits/", "PUT .*/c/0/", ""])
+def test_faults_on_the_way_to_a_bucket(faulty_s3, monkeypatch, what, pattern):
+    from kvstore.backends.zarr import _requests
+
+    monkeypatch.setattr(_requests, "_FIRST_PAUSE", 0.01)
+    backend = ZarrBackend(faulty_s3.bucket() + "/a", "a", storage_options=faulty_s3.options)
+    archive = Archive(backend, "a")
+    faulty_s3.fail(what, pattern, after=1, times=2)
+    with create(archive, "s") as session:
+        grow(session, 0, 300)
+    other = ZarrBackend(backend.path, "r", storage_options=faulty_s3.options)
+    again = Archive(other, "r")
+    assert state(again) == state(archive)
+    assert state(again)["s"][0] == 300
+    assert again.verify().problems == []
+    archive.close()
+    again.close()
+
+
+def test_a_storage_that_does_not_answer(faulty_s3, monkeypatch):
+    from kvstore.backends.zarr import _requests
+
+    monkeypatch.setattr(_requests, "_FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(_requests, "_LONGEST_PAUSE", 0.01)
+    backend = ZarrBackend(faulty_s3.bucket() + "/a", "a", storage_options=faulty_s3.options)
+    put(backend, a=b"1")
+    faulty_s3.fail("503", "PUT .*/commits/", times=1000)
+    with pytest.raises(Locked, match="try again"):
+        put(backend, a=b"2")
+    assert content(backend) == {b"a": b"1"}
+    faulty_s3.faults.clear()
+    put(backend, a=b"3")
+    assert content(backend) == {b"a": b"3"}
     backend.close()
