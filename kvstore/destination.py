@@ -18,9 +18,8 @@ from typing import Any, Final
 from kvcodecs.errors import InvalidArgument, Locked, NotFound
 
 from . import keys
-from .backend import MEMORY_PREFIX, open_backend
+from .backend import ICECHUNK_PREFIX, MEMORY_PREFIX, ZARR_PREFIX, open_backend
 
-ZARR_PREFIX: Final = "zarr:"
 PARTIAL_SUFFIX: Final = ".partial"
 
 
@@ -45,10 +44,12 @@ class Place:
     @classmethod
     def of(cls, path: str | os.PathLike[str]) -> Place:
         """Read a path or an address."""
+        if hasattr(path, "writable_session"):  # an Icechunk repository
+            return cls(repr(path), None)
         if not isinstance(path, str | os.PathLike):
             raise InvalidArgument(f"path {path!r}: expected a string or a path")
         text = os.fspath(path)
-        if text.startswith(MEMORY_PREFIX) or "://" in text:
+        if text.startswith((MEMORY_PREFIX, ICECHUNK_PREFIX)) or "://" in text:
             return cls(text, None)
         prefix = ZARR_PREFIX if text.startswith(ZARR_PREFIX) else ""
         rest = text.removeprefix(prefix).rstrip("/") or "/"
