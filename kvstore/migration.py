@@ -73,7 +73,8 @@ def migrate(
         sessions that `dst` has already and that are the same. Without it both are refused.
     verify
         Read everything again before it is published: moved sessions are compared byte for byte,
-        others are checked.
+        others are checked. Without it, frames that an earlier try left are taken for right by
+        their length.
     dask
         Address of a Dask scheduler, whose workers move and code streams; they must reach both
         archives under the same names. Needs the extra ``dask``.
@@ -142,7 +143,8 @@ def migrate(
         if isinstance(dst, Archive):
             done = _add(plan, dst, options, to_options, spread)
         elif (there := place.holds(_of_backend(to_options))) == "archive":
-            open_archive(place.text, **to_options).close()  # so that none begins here
+            reading = {k: v for k, v in to_options.items() if k != "quota_bytes"}
+            open_archive(place.text, **reading).close()  # so that none begins here
             archive = stack.enter_context(open_archive(place.text, "a", **to_options))
             done = _add(plan, archive, options, to_options, spread)
         elif place.folder is None:

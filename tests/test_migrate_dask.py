@@ -19,7 +19,7 @@ def cluster():
         n_workers=2,
         processes=True,
         threads_per_worker=1,
-        dashboard_address=None,
+        dashboard_address="127.0.0.1:0",
         memory_limit=None,
         silence_logs=50,
     ) as running:

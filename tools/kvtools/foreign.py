@@ -31,6 +31,8 @@ from kvtools.session_folder import SESSION_FILE, ZARR2_FILE, folder_name, sessio
 
 TKV_SUFFIX = ".tkvdir"
 ZARR2_PREFIX = "zarr2:"
+#: What archives have and folders of sessions do not.
+_ARCHIVE_SIGNS = ("data.mdb", "_kvstore")
 
 
 class Export(Protocol):
@@ -199,7 +201,7 @@ def _is_there(archive: kvstore.Archive, incoming: Incoming) -> bool:
 def is_tkv_folder(text: str) -> bool:
     """Whether a folder has stream files, or folders with them."""
     root = Path(text)
-    if not root.is_dir():
+    if not root.is_dir() or any((root / name).exists() for name in _ARCHIVE_SIGNS):
         return False
     if _has_streams(root):
         return True
