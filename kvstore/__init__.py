@@ -29,8 +29,8 @@ from .archive import Archive
 from .identity import LayerSpec, Model, Shard
 from .info import ArchiveInfo, SessionInfo, StreamInfo
 from .matching import Match
-from .migrating import Migrated
-from .migration import migrate
+from .migration.run import migrate
+from .migration.work import Migrated
 from .opening import compact, open
 from .relocation import AppendedRange
 from .session import Session

@@ -141,18 +141,18 @@ def test_the_bar_has_a_rate_and_the_time_left(run, source, tmp_path, monkeypatch
 
 CHILD = """
 import sys, time
-import kvstore.moving
+import kvstore.migration.moving
 from kvtools import cli
 
-kvstore.moving.BATCH_BYTES = 20_000
-flush = kvstore.moving.Mover.flush
+kvstore.migration.moving.BATCH_BYTES = 20_000
+flush = kvstore.migration.moving.Mover.flush
 
 def slow(self, *args):
     flush(self, *args)
     print("stored", flush=True)
     time.sleep(0.2)
 
-kvstore.moving.Mover.flush = slow
+kvstore.migration.moving.Mover.flush = slow
 sys.exit(cli.main(sys.argv[1:]))
 """
 

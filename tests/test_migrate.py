@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import kvstore
-import kvstore.moving
+import kvstore.migration.moving
 from kvstore import Model, Raw, Rope, keys
 
 MODEL = Model.uniform(name="m", n_layers=2, n_kv_heads=2, head_dim=8, rope=Rope.from_theta(1e4, 8))
@@ -394,7 +394,7 @@ def test_gc_of_the_target_leaves_what_comes_in(source, tmp_path):
 
 def test_frames_that_are_deleted_meanwhile_are_missed(source, tmp_path, monkeypatch):
     """What is there of shared frames is not moved again; its last user may go in between."""
-    from kvstore import adding
+    from kvstore.migration import adding
 
     with kvstore.open(tmp_path / "b.kv", "a") as archive:
         kvstore.migrate(source, archive, sessions="bare")
@@ -459,7 +459,7 @@ def test_quota_of_the_target(source, tmp_path):
 
 
 def test_a_map_that_is_full_leaves_the_rest_for_another_try(source, tmp_path, monkeypatch):
-    monkeypatch.setattr(kvstore.moving, "BATCH_BYTES", 1 << 20)
+    monkeypatch.setattr(kvstore.migration.moving, "BATCH_BYTES", 1 << 20)
     with (
         kvstore.open(source, "a") as archive,
         archive.create_session("large", model=MODEL, codec=Raw()) as session,

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import kvstore
-from kvstore import KVR1, TKV1, Raw, keys, spreading
+from kvstore import KVR1, TKV1, Raw, keys
+from kvstore.migration import spreading
 
 distributed = pytest.importorskip("distributed")
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from kvcodecs.rope import from_coded, to_coded
 from kvcodecs.tkv1 import TkvFile, encode_stream
-from kvtools.session_folder import folder_name
+from kvtools.formats.session_folder import folder_name
 
 import kvstore
 from kvstore import KVR1, TKV1, Raw, keys
@@ -356,7 +356,7 @@ def test_zarr2_damage(run, source, tmp_path):
 
 @pytest.mark.parametrize("target", ["{}/a.tkvdir", "zarr2:{}/a.z"])
 def test_exports_are_whole_or_not_there(run, tkv1, tmp_path, target, monkeypatch):
-    from kvtools import session_folder
+    from kvtools.formats import session_folder
 
     text = target.format(tmp_path)
     folder = Path(text.removeprefix("zarr2:"))
@@ -369,7 +369,7 @@ def test_exports_are_whole_or_not_there(run, tkv1, tmp_path, target, monkeypatch
         return write(path, parts)
 
     for module in ("session_folder", "tkv_export", "zarr2_export"):
-        monkeypatch.setattr(f"kvtools.{module}.write_file", failing)
+        monkeypatch.setattr(f"kvtools.formats.{module}.write_file", failing)
     fails(run("migrate", tkv1, text), "no room", "keeps what was written", "--resume")
     assert not folder.exists()
     fails(run("migrate", tkv1, text), "left by a migration that did not end", "--resume")

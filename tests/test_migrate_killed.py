@@ -18,12 +18,13 @@ import numpy as np
 import pytest
 
 import kvstore
-import kvstore.moving
-import kvstore.needed
-import kvstore.recoding
-from kvstore import KVR1, TKV1, Raw, destination, keys
+import kvstore.migration.moving
+import kvstore.migration.needed
+import kvstore.migration.recoding
+from kvstore import KVR1, TKV1, Raw, keys
 from kvstore.backends import lmdb
 from kvstore.backends._transactions import LmdbTransaction
+from kvstore.migration import destination
 
 MODEL = kvstore.Model.uniform(name="m", n_layers=1, n_kv_heads=1, head_dim=4)
 CODEC = TKV1(step=0.5)
@@ -88,8 +89,8 @@ def killing_at(n):
     lmdb._Writer.end = around(lmdb._Writer.end)
     destination.os.rename = around(os.rename)
     # Many small transactions.
-    kvstore.moving.BATCH_BYTES = kvstore.needed.BATCH_BYTES = 600
-    kvstore.recoding._FLUSH_BYTES = 600
+    kvstore.migration.moving.BATCH_BYTES = kvstore.migration.needed.BATCH_BYTES = 600
+    kvstore.migration.recoding._FLUSH_BYTES = 600
 
 
 def run(n, *args, **options):
@@ -190,9 +191,9 @@ def test_the_source_goes_on_between_two_tries(tmp_path):
 
 CHILD = """
 import sys
-import kvstore, kvstore.moving
+import kvstore, kvstore.migration.moving
 from kvstore import TKV1
-kvstore.moving.BATCH_BYTES = 200_000
+kvstore.migration.moving.BATCH_BYTES = 200_000
 source, there, how = sys.argv[1:]
 print("begun", flush=True)
 codec = TKV1(step=0.5) if how == "recode" else None

@@ -11,7 +11,7 @@ from kvtools.sample import load_sample
 
 import kvstore
 from kvstore import KVR1, TKV1, Raw, keys
-from kvstore.recoding import compound
+from kvstore.migration.recoding import compound
 
 CODECS = {
     "tkv1": TKV1(step=0.5),

@@ -3,7 +3,7 @@
 import pytest
 
 import kvstore
-import kvstore.moving
+import kvstore.migration.moving
 from kvstore import TKV1, keys
 
 
@@ -47,7 +47,7 @@ def test_there_and_back(source, bucket, tmp_path, s3_server):
 def test_what_was_broken_off_does_not_open_and_is_resumed(
     source, bucket, tmp_path, codec, part, monkeypatch
 ):
-    monkeypatch.setattr(kvstore.moving, "BATCH_BYTES", 4000)
+    monkeypatch.setattr(kvstore.migration.moving, "BATCH_BYTES", 4000)
     there = f"{bucket}/a"
 
     def end(n_bytes, total):

@@ -1,4 +1,4 @@
-"""What zarr's own tools see of an archive is what the engine reads, after whatever was done to it."""
+"""What zarr's own tools see of an archive is what the engine reads, whatever was done to it."""
 
 import json
 import shutil
@@ -49,9 +49,7 @@ def zarr_group_of(path, name):
     """Return the group of a session, found by its attribute as a user may."""
     root = zarr.open_group(str(path), mode="r")
     found = [
-        group
-        for _, group in root.groups()
-        if group.attrs.get("kvstore", {}).get("session") == name
+        group for _, group in root.groups() if group.attrs.get("kvstore", {}).get("session") == name
     ]
     assert len(found) == 1, (name, found)
     return found[0]
@@ -177,9 +175,7 @@ def test_a_snapshot_reads_on_while_what_it_reads_is_deleted(place, archive):
             from kvstore.reader import Request
 
             out = np.empty_like(expected)
-            stale._reader.read(
-                snapshot, record, [Request(1, "k", 0, 3 * BLOCK, out)], "pre", 1
-            )
+            stale._reader.read(snapshot, record, [Request(1, "k", 0, 3 * BLOCK, out)], "pre", 1)
             np.testing.assert_array_equal(out, expected)
 
 
@@ -196,9 +192,7 @@ def test_after_the_grace_period_a_snapshot_is_told(place):
 
             out = np.empty((2, 3 * BLOCK, 8), np.float32)
             with pytest.raises(NotFound, match="grace"):
-                stale._reader.read(
-                    snapshot, record, [Request(1, "k", 0, 3 * BLOCK, out)], "pre", 1
-                )
+                stale._reader.read(snapshot, record, [Request(1, "k", 0, 3 * BLOCK, out)], "pre", 1)
 
 
 def chunk_path(place, stream, block, group="a"):

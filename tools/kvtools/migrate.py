@@ -16,9 +16,9 @@ from kvcodecs.errors import InvalidArgument
 
 import kvstore
 from kvstore.backend import MEMORY_PREFIX
-from kvstore.destination import Place
-from kvstore.migration_plan import chosen_names
-from kvtools.foreign import (
+from kvstore.migration.destination import Place
+from kvstore.migration.plan import chosen_names
+from kvtools.formats.foreign import (
     TKV_SUFFIX,
     ZARR2_PREFIX,
     export,
@@ -106,7 +106,7 @@ def _between_archives(
 def _export(
     args: argparse.Namespace, codec: CodecConfig | None, advance: Progress
 ) -> kvstore.Migrated:
-    from kvtools import tkv_export, zarr2_export
+    from kvtools.formats import tkv_export, zarr2_export
 
     is_zarr2 = args.target.startswith(ZARR2_PREFIX)
     return export(
@@ -127,7 +127,7 @@ def _take_in(args: argparse.Namespace, codec: CodecConfig | None) -> kvstore.Mig
     if _foreign_target(args):
         raise InvalidArgument(f"{args.target}: no archive, nor is {args.source}; go through one")
     if args.source.startswith(ZARR2_PREFIX):
-        from kvtools.zarr2_import import zarr2_sessions
+        from kvtools.formats.zarr2_import import zarr2_sessions
 
         found: list[Any] = zarr2_sessions(args.source.removeprefix(ZARR2_PREFIX))
     else:

@@ -11,18 +11,18 @@ from typing import Protocol, TypeAlias
 from kvcodecs.errors import KvError
 from kvcodecs.plan import available_cpus
 
-from . import keys
-from .backend import Snapshot, Transaction
-from .migration_plan import Plan
+from .. import keys
+from ..backend import Snapshot, Transaction
+from ..passing import Passing
+from ..pieces import count_frames
+from ..session_record import SessionRecord, StreamName, StreamState, check_record
+from ..sharing import free
+from ..token_ids import Ids
 from .moving import Mover, Target, compare
 from .needed import Item, Ranges, ids_of, make_item, values_of
-from .passing import Passing
-from .pieces import count_frames
+from .plan import Plan
 from .publishing import indexed_ids
 from .recoding import recode_ids, recode_stream, recoded_record, whole_stream
-from .session_record import SessionRecord, StreamName, StreamState, check_record
-from .sharing import free
-from .token_ids import Ids
 
 Progress: TypeAlias = Callable[[int, int], object]
 

@@ -12,16 +12,16 @@ from typing import TypeAlias, TypeVar
 
 from kvcodecs.errors import Corrupt, InvalidArgument, Locked
 
-from . import keys
-from .backend import Backend, Snapshot, Transaction
-from .catalog import Catalog
+from .. import keys
+from ..backend import Backend, Snapshot, Transaction
+from ..catalog import Catalog
+from ..passing import Passing
+from ..pieces import all_pieces
+from ..room import Room
+from ..session_record import SessionRecord, StreamName
+from ..token_ids import CHUNK_TOKENS
+from ..users import users_of
 from .needed import BATCH_BYTES, Item, Ranges, Stored, ids_of, values_of
-from .passing import Passing
-from .pieces import all_pieces
-from .room import Room
-from .session_record import SessionRecord, StreamName
-from .token_ids import CHUNK_TOKENS
-from .users import users_of
 
 T = TypeVar("T")
 #: Takes frames and bytes that are done.

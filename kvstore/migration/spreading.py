@@ -19,16 +19,16 @@ from kvcodecs.codec import CodecConfig
 from kvcodecs.errors import InvalidArgument, Locked, NotFound, Unsupported
 from kvcodecs.spec import Kind
 
-from .backend import open_backend
-from .catalog import Catalog
+from ..backend import open_backend
+from ..catalog import Catalog
+from ..opening import open as open_archive
+from ..pieces import count_frames
+from ..session_record import SessionRecord, StreamName, StreamState
 from .destination import Place
-from .migrating import first_frames
 from .moving import Mover, Target, compare
 from .needed import Item, Ranges, load_item
-from .opening import open as open_archive
-from .pieces import count_frames
 from .recoding import recode_stream, recoded_record
-from .session_record import SessionRecord, StreamName, StreamState
+from .work import first_frames
 
 #: Frames of a session that are worth a task of their own.
 _FRAMES_A_TASK: Final = 256

@@ -20,7 +20,7 @@ from kvcodecs.raw import Raw
 from kvcodecs.spec import F32, Kind
 
 from kvstore.backend import Snapshot
-from kvstore.needed import Item
+from kvstore.migration.needed import Item
 from kvstore.passing import Passing
 from kvstore.pieces import Piece, pieces
 from kvstore.reader import Reader

@@ -26,21 +26,21 @@ from kvcodecs.codec import CodecConfig
 from kvcodecs.frame import ErrorStats, open_frame, pack_frame
 from kvcodecs.spec import F32, Kind
 
-from . import keys
-from .backend import Snapshot, Transaction
-from .layout import make_streams
-from .metadata import canonical_json
+from .. import keys
+from ..backend import Snapshot, Transaction
+from ..layout import make_streams
+from ..metadata import canonical_json
+from ..passing import Passing
+from ..pieces import Piece, pieces
+from ..reader import Reader
+from ..session_record import SessionRecord, StreamName, StreamState
+from ..spans import head_of, spans_of
+from ..stored_frame import first_value
+from ..stream import Put
+from ..token_ids import CHUNK_TOKENS, pack_ids, read_id_chunk
+from ..writer import SPILL_BYTES
 from .moving import Target
 from .needed import Item
-from .passing import Passing
-from .pieces import Piece, pieces
-from .reader import Reader
-from .session_record import SessionRecord, StreamName, StreamState
-from .spans import head_of, spans_of
-from .stored_frame import first_value
-from .stream import Put
-from .token_ids import CHUNK_TOKENS, pack_ids, read_id_chunk
-from .writer import SPILL_BYTES
 
 _FLUSH_BYTES: Final = SPILL_BYTES // 2
 #: Decoded values of a stream that are kept for the next pass; longer ones are decoded again.

@@ -21,13 +21,13 @@ from kvcodecs.errors import InvalidArgument, KvError, NotFound
 
 import kvstore
 from kvstore.backend import Snapshot
-from kvstore.destination import Place, check_apart, move_into_place, partial_folder
-from kvstore.migrating import Meter, Migrated
-from kvstore.migration_plan import Plan, chosen_names
-from kvstore.needed import Item
+from kvstore.migration.destination import Place, check_apart, move_into_place, partial_folder
+from kvstore.migration.needed import Item
+from kvstore.migration.plan import Plan, chosen_names
+from kvstore.migration.work import Meter, Migrated
 from kvstore.pieces import count_frames
-from kvtools.importing import Incoming, target_archive
-from kvtools.session_folder import SESSION_FILE, ZARR2_FILE, folder_name, session_folders
+from kvtools.formats.importing import Incoming, target_archive
+from kvtools.formats.session_folder import SESSION_FILE, ZARR2_FILE, folder_name, session_folders
 
 TKV_SUFFIX = ".tkvdir"
 ZARR2_PREFIX = "zarr2:"
@@ -219,7 +219,7 @@ def _has_streams(folder: Path) -> bool:
 
 def tkv_sessions(text: str) -> list[Any]:
     """Return the sessions of a folder of stream files."""
-    from kvtools.tkv_import import TkvSession
+    from kvtools.formats.tkv_import import TkvSession
 
     root = Path(text)
     folders = [root] if _has_streams(root) else session_folders(root)

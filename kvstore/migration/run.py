@@ -21,17 +21,17 @@ from kvcodecs.codec import CodecConfig
 from kvcodecs.errors import InvalidArgument, KvError, NotFound
 from kvcodecs.spec import Kind
 
+from ..archive import Archive
+from ..backend import MEMORY_PREFIX, check_timeout, open_backend
+from ..catalog import Catalog
+from ..layout import check_configs, check_threads
+from ..opening import open as open_archive
 from .adding import Adding
-from .archive import Archive
-from .backend import MEMORY_PREFIX, check_timeout, open_backend
 from .building import Building
-from .catalog import Catalog
 from .destination import Place, check_apart, move_into_place, partial_folder
-from .layout import check_configs, check_threads
-from .migrating import Elsewhere, Migrated, Progress
-from .migration_plan import Plan
 from .moving import Target
-from .opening import open as open_archive
+from .plan import Plan
+from .work import Elsewhere, Migrated, Progress
 
 #: Options of `kvstore.open` that are not the backend's.
 _NOT_OF_BACKENDS = ("lock_timeout", "lease_seconds", "quota_bytes")

@@ -6,11 +6,11 @@ from contextlib import ExitStack
 
 from kvcodecs.errors import InvalidArgument
 
-from . import keys
-from .backend import Transaction
-from .migrating import Migrated, Migration, remove
+from .. import keys
+from ..backend import Transaction
 from .needed import Item
 from .publishing import indexed_ids, publish
+from .work import Migrated, Migration, remove
 
 
 class Adding(Migration):

@@ -17,8 +17,8 @@ from typing import Any, Final
 
 from kvcodecs.errors import InvalidArgument, Locked, NotFound
 
-from . import keys
-from .backend import ICECHUNK_PREFIX, MEMORY_PREFIX, ZARR_PREFIX, open_backend
+from .. import keys
+from ..backend import ICECHUNK_PREFIX, MEMORY_PREFIX, ZARR_PREFIX, open_backend
 
 PARTIAL_SUFFIX: Final = ".partial"
 

@@ -21,19 +21,19 @@ from kvcodecs.spec import Kind, StreamSpec
 
 import kvstore
 from kvstore import keys
-from kvstore.needed import make_item
+from kvstore.migration.needed import make_item
 from kvstore.records import HEADER_MAGIC
 from kvstore.session_record import StreamState
-from kvtools.importing import Incoming
-from kvtools.session_folder import (
+from kvtools.formats.importing import Incoming
+from kvtools.formats.session_folder import (
     ZARR2_FILE,
     read_json,
     read_sidecar,
     session_folders,
     unpack_errors,
 )
-from kvtools.stream_copy import first_id, raw_payload, stream_file
-from kvtools.zarr2_export import FORMAT, HEAD_SUFFIX, IDS_NAME, decode_payload
+from kvtools.formats.stream_copy import first_id, raw_payload, stream_file
+from kvtools.formats.zarr2_export import FORMAT, HEAD_SUFFIX, IDS_NAME, decode_payload
 
 
 class Zarr2Session:

@@ -12,14 +12,14 @@ from collections.abc import Iterator
 
 from kvcodecs.errors import Corrupt
 
-from . import keys
-from .backend import Lease, Transaction
-from .catalog import _writer_name
-from .migrating import Migrated, Migration, settle_homes
+from .. import keys
+from ..backend import Lease, Transaction
+from ..catalog import _writer_name
+from ..records import pack_archive
+from ..session_record import load_session, unpack_session
 from .needed import Item, make_item
 from .publishing import enlist, forget_lists, indexed_ids
-from .records import pack_archive
-from .session_record import load_session, unpack_session
+from .work import Migrated, Migration, settle_homes
 
 #: Leases that are held at a time: each may be an open file.
 _MOST_LEASES = 200

@@ -26,11 +26,11 @@ from kvcodecs.tkv1.params import TKV1Params
 import kvstore
 from kvstore import LayerSpec, Model, keys
 from kvstore.identity import MAX_LAYERS
-from kvstore.needed import Item, make_item
+from kvstore.migration.needed import Item, make_item
 from kvstore.records import HEADER_MAGIC
 from kvstore.session_record import SessionRecord, StreamState
-from kvtools.importing import Incoming
-from kvtools.session_folder import (
+from kvtools.formats.importing import Incoming
+from kvtools.formats.session_folder import (
     IDS_FILE,
     SESSION_FILE,
     Sidecar,
@@ -39,8 +39,8 @@ from kvtools.session_folder import (
     read_sidecar,
     unpack_errors,
 )
-from kvtools.stream_copy import first_id, stream_file
-from kvtools.tkv_export import FORMAT, checksum
+from kvtools.formats.stream_copy import first_id, stream_file
+from kvtools.formats.tkv_export import FORMAT, checksum
 
 _STREAM = re.compile(r"([kv])_([0-9]{1,6})\.tkv")
 

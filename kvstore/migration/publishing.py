@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from kvcodecs.errors import InvalidArgument
 
-from . import keys
-from .backend import Snapshot, Transaction
-from .catalog import Catalog
-from .identity import Model
+from .. import keys
+from ..backend import Snapshot, Transaction
+from ..catalog import Catalog
+from ..identity import Model
+from ..prefix import HASH_TOKENS, Chain, entry_keys
+from ..session_record import SessionRecord
+from ..sharing import put_record, user_keys
+from ..token_ids import Ids, read_ids
+from ..users import indexed, is_prefix, users_of
 from .moving import Target
 from .needed import Item
-from .prefix import HASH_TOKENS, Chain, entry_keys
-from .session_record import SessionRecord
-from .sharing import put_record, user_keys
-from .token_ids import Ids, read_ids
-from .users import indexed, is_prefix, users_of
 
 
 def indexed_ids(snapshot: Snapshot, item: Item) -> Ids | None:

@@ -21,8 +21,8 @@ from kvcodecs.tkv1.params import TKV1Params
 from kvcodecs.tkv1.tkvheader import ChannelStatistics, TkvParams, pack_header
 
 from kvstore.backend import Snapshot
-from kvstore.needed import Item
-from kvtools.session_folder import (
+from kvstore.migration.needed import Item
+from kvtools.formats.session_folder import (
     IDS_FILE,
     SESSION_FILE,
     pack_errors,
@@ -31,7 +31,7 @@ from kvtools.session_folder import (
     write_ids,
     write_json,
 )
-from kvtools.stream_copy import (
+from kvtools.formats.stream_copy import (
     StreamCopy,
     all_ids,
     check_alike,

@@ -9,14 +9,14 @@ from kvcodecs.codec import CodecConfig
 from kvcodecs.errors import InvalidArgument, KvError, NotFound
 from kvcodecs.spec import Kind
 
-from .backend import Snapshot
-from .catalog import Catalog, listed_names
+from ..backend import Snapshot
+from ..catalog import Catalog, listed_names
+from ..opened import OpenArchive
+from ..pieces import count_frames
+from ..session_record import load_session, unpack_session
+from ..survey import session_names
 from .needed import Item, load_item
-from .opened import OpenArchive
-from .pieces import count_frames
 from .recoding import is_recoded, recoded_owner
-from .session_record import load_session, unpack_session
-from .survey import session_names
 
 
 class Plan:

@@ -15,15 +15,15 @@ from kvcodecs.errors import Corrupt, KvError
 from kvcodecs.frame import open_frame, open_frames
 from kvcodecs.plan import available_cpus
 
-from . import keys
-from .backend import Snapshot
-from .catalog import Catalog
-from .identity import Model
-from .pieces import Piece, all_pieces
-from .reader import Reader
-from .session_record import SessionRecord, StreamName
-from .sharing import Claim, claims_of
-from .token_ids import read_id_chunk
+from .. import keys
+from ..backend import Snapshot
+from ..catalog import Catalog
+from ..identity import Model
+from ..pieces import Piece, all_pieces
+from ..reader import Reader
+from ..session_record import SessionRecord, StreamName
+from ..sharing import Claim, claims_of
+from ..token_ids import read_id_chunk
 
 #: About how many bytes are on their way at a time.
 BATCH_BYTES: Final = 16 << 20

@@ -27,15 +27,15 @@ from kvcodecs.spec import F32, Kind, StreamSpec
 from kvcodecs.tkv1 import TKV1
 
 from kvstore.backend import Snapshot
-from kvstore.needed import Item
-from kvtools.session_folder import (
+from kvstore.migration.needed import Item
+from kvtools.formats.session_folder import (
     ZARR2_FILE,
     pack_errors,
     sidecar_data,
     write_file,
     write_json,
 )
-from kvtools.stream_copy import (
+from kvtools.formats.stream_copy import (
     Block,
     StreamCopy,
     all_ids,

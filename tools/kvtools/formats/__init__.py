@@ -1,0 +1,1 @@
+"""Other formats that sessions are migrated from and to: .tkv stream files, zarr format 2."""
