@@ -6,15 +6,8 @@ import os
 from collections.abc import Callable, Mapping
 
 from .archive import Archive
-from .backend import (
-    GRACE_SECONDS,
-    SNAPSHOT_SECONDS,
-    Mode,
-    Repository,
-    check_timeout,
-    compact_backend,
-    open_backend,
-)
+from .backend import GRACE_SECONDS, SNAPSHOT_SECONDS, Mode, Repository, check_timeout
+from .place import compact_backend, open_backend
 from .room import check_quota
 
 

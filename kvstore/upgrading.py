@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 from kvcodecs.errors import Corrupt, InvalidArgument, KvError
 
 from . import keys
-from .backend import Backend, Snapshot, Transaction, check_timeout, open_backend
+from .backend import Backend, Snapshot, Transaction, check_timeout
 from .catalog import begin
 from .garbage import living
+from .place import open_backend
 from .records import check_archive, pack_archive
 from .versions import FORMAT_VERSION, VERSIONS
 

@@ -7,8 +7,8 @@ import time
 import pytest
 from kvcodecs.errors import Closed, Corrupt, Full, InvalidArgument, Locked, NotFound, Truncated
 
-from kvstore.backend import compact_backend, open_backend
 from kvstore.backends import memory
+from kvstore.place import compact_backend, open_backend
 
 
 class BackendSuite:
@@ -847,7 +847,7 @@ class TestLmdb(BackendSuite):
         small.close()
         small = open_backend(place, "a", map_size=1 << 18)
         code = (
-            "import sys; from kvstore.backend import open_backend\n"
+            "import sys; from kvstore.place import open_backend\n"
             "b = open_backend(sys.argv[1], 'a')\n"
             "with b.write(5.0) as t: t.put(b'b', bytes(4 << 20))\n"
         )

@@ -13,8 +13,8 @@ import warnings
 import pytest
 from kvcodecs.errors import Corrupt, Full, InvalidArgument, Locked, NotFound, Truncated
 
-from kvstore.backend import compact_backend, open_backend
 from kvstore.backends import _compact, _environment, _open_lock, memory
+from kvstore.place import compact_backend, open_backend
 
 
 @pytest.fixture
@@ -194,7 +194,7 @@ def test_copies_are_compared(place, tmp_path):
 
 HOLDER = """
 import sys
-from kvstore.backend import open_backend
+from kvstore.place import open_backend
 backend = open_backend(sys.argv[1], sys.argv[2])
 print("held", flush=True)
 sys.stdin.readline()
@@ -408,7 +408,7 @@ def test_compacting_while_others_come_and_go(place):
     code = """
 import sys, time
 from kvcodecs.errors import Locked
-from kvstore.backend import open_backend
+from kvstore.place import open_backend
 for _ in range(12):
     backend = open_backend(sys.argv[1], "a")
     with backend.write(30.0) as txn:

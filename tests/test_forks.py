@@ -151,7 +151,7 @@ assert not _environment._registry and environment._closed
 def test_a_memory_lease_collected_while_another_is_taken():
     code = """
 import faulthandler, gc
-from kvstore.backend import open_backend
+from kvstore.place import open_backend
 faulthandler.dump_traceback_later(20, exit=True)
 backend = open_backend("memory:", "a")
 

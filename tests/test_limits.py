@@ -11,14 +11,14 @@ import warnings
 import pytest
 from kvcodecs.errors import Closed, Full, KvError, Locked
 
-from kvstore.backend import open_backend
 from kvstore.backends import _environment
+from kvstore.place import open_backend
 
 PAGE = 4096
 
 READER = """
 import sys
-from kvstore.backend import open_backend
+from kvstore.place import open_backend
 backend = open_backend(sys.argv[1], "r")
 with backend.read() as snapshot:
     print("held", flush=True)
@@ -27,7 +27,7 @@ with backend.read() as snapshot:
 
 WRITER = """
 import sys
-from kvstore.backend import open_backend
+from kvstore.place import open_backend
 backend = open_backend(sys.argv[1], "a")
 with backend.write(30.0) as txn:
     txn.put(b"big", bytes(int(sys.argv[2])))
@@ -132,7 +132,7 @@ def test_a_full_disk_is_no_limit(place):
     code = """
 import resource, sys
 from kvcodecs.errors import Full
-from kvstore.backend import open_backend
+from kvstore.place import open_backend
 backend = open_backend(sys.argv[1], "a")
 backend.set_limit(1 << 30)
 with backend.write(1.0) as txn:
@@ -258,7 +258,7 @@ def test_limits_change_under_many_threads(backend):
 def test_a_limit_beyond_what_can_be_mapped(place):
     code = """
 import resource, sys
-from kvstore.backend import open_backend
+from kvstore.place import open_backend
 resource.setrlimit(resource.RLIMIT_AS, (6 << 30, 6 << 30))
 backend = open_backend(sys.argv[1], "a")
 for limit in (1 << 40, 1 << 62, 3 << 30, 1 << 20, None):

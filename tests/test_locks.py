@@ -14,7 +14,7 @@ import pytest
 
 import kvstore
 from kvstore import Model, Raw
-from kvstore.backend import open_backend
+from kvstore.place import open_backend
 
 MODEL = Model.uniform(name="m", n_layers=1, n_kv_heads=1, head_dim=4)
 
@@ -224,7 +224,7 @@ with kvstore.open(sys.argv[1], "a", lock_timeout=60) as archive:
 HOLDER_OF_EXPIRING_LEASE = """
 import sys
 from kvcodecs.errors import Locked
-from kvstore.backend import open_backend
+from kvstore.place import open_backend
 backend = open_backend(sys.argv[1], "a")
 lease = backend.lease(7, "s", expires=0.3)
 with backend.write(1.0) as txn:
@@ -277,7 +277,7 @@ def test_processes_take_leases_from_each_other(path):
     code = """
 import os, random, sys, time
 from kvcodecs.errors import Locked
-from kvstore.backend import open_backend
+from kvstore.place import open_backend
 backend, me, rng = open_backend(sys.argv[1], "a"), sys.argv[2].encode(), random.Random(sys.argv[2])
 end, n_taken, n_lost = time.monotonic() + 1.5, 0, 0
 while time.monotonic() < end:

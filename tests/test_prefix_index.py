@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from kvcodecs.errors import Corrupt, InvalidArgument
 
 from kvstore import Model, Rope, Shard, prefix, prefix_keys
-from kvstore.backend import MAX_KEY_BYTES, open_backend
+from kvstore.backend import MAX_KEY_BYTES
 from kvstore.metadata import canonical_json
+from kvstore.place import open_backend
 from kvstore.prefix import (
     HASH_TOKENS,
     Chain,

@@ -17,8 +17,8 @@ from kvcodecs.frame import seal_record
 
 import kvstore
 from kvstore import keys, versions
-from kvstore.backend import open_backend
 from kvstore.backends import _backup, memory
+from kvstore.place import open_backend
 from kvstore.records import check_archive
 
 FIXTURES = Path(__file__).parent / "golden" / "archives"

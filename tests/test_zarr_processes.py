@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 import kvstore
-from kvstore.backend import open_backend
+from kvstore.place import open_backend
 
 COUNT = """
 import sys
-from kvstore.backend import open_backend
+from kvstore.place import open_backend
 backend = open_backend(sys.argv[1], "a")
 for i in range(int(sys.argv[3])):
     with backend.write(60.0) as txn:

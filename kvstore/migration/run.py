@@ -22,13 +22,14 @@ from kvcodecs.errors import InvalidArgument, KvError, NotFound
 from kvcodecs.spec import Kind
 
 from ..archive import Archive
-from ..backend import MEMORY_PREFIX, check_timeout, open_backend
+from ..backend import check_timeout
 from ..catalog import Catalog
 from ..layout import check_configs, check_threads
 from ..opening import open as open_archive
+from ..place import MEMORY_PREFIX, Place, open_backend
 from .adding import Adding
 from .building import Building
-from .destination import Place, check_apart, move_into_place, partial_folder
+from .destination import check_apart, move_into_place, partial_folder
 from .moving import Target
 from .plan import Plan
 from .work import Elsewhere, Migrated, Progress

@@ -19,12 +19,11 @@ from kvcodecs.codec import CodecConfig
 from kvcodecs.errors import InvalidArgument, Locked, NotFound, Unsupported
 from kvcodecs.spec import Kind
 
-from ..backend import open_backend
 from ..catalog import Catalog
 from ..opening import open as open_archive
 from ..pieces import count_frames
+from ..place import Place, open_backend
 from ..session_record import SessionRecord, StreamName, StreamState
-from .destination import Place
 from .moving import Mover, Target, compare
 from .needed import Item, Ranges, load_item
 from .recoding import recode_stream, recoded_record

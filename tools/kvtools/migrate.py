@@ -15,9 +15,8 @@ from kvcodecs.codec import CodecConfig
 from kvcodecs.errors import InvalidArgument
 
 import kvstore
-from kvstore.backend import MEMORY_PREFIX
-from kvstore.migration.destination import Place
 from kvstore.migration.plan import chosen_names
+from kvstore.place import MEMORY_PREFIX, Place
 from kvtools.formats.foreign import (
     TKV_SUFFIX,
     ZARR2_PREFIX,

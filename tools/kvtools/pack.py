@@ -13,10 +13,9 @@ from kvcodecs.errors import InvalidArgument, KvError, NotFound
 from kvcodecs.spec import Kind
 
 import kvstore
-from kvstore.backend import MEMORY_PREFIX
 from kvstore.keys import check_name
 from kvstore.layout import MAX_FIT_TOKENS
-from kvstore.migration.destination import Place
+from kvstore.place import MEMORY_PREFIX, Place
 from kvtools.kvfile import KvFile
 from kvtools.rope_options import check_rope, rope_option
 from kvtools.source import FileSource, build_model, has_rope

@@ -12,7 +12,8 @@ from typing import Any, Final
 import icechunk
 from kvcodecs.errors import InvalidArgument, NotFound
 
-from ...backend import ICECHUNK_PREFIX, Mode
+from ...backend import Mode
+from ...place import ICECHUNK_PREFIX
 from .icechunk import IcechunkObjects
 
 _OPTIONS: Final = ("branch", "tag", "snapshot_id")

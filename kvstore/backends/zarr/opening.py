@@ -9,8 +9,9 @@ from typing import Final
 
 from kvcodecs.errors import InvalidArgument, NotFound, Unsupported
 
-from ...backend import ICECHUNK_PREFIX, Mode
+from ...backend import Mode
 from ...forklock import ForkLock
+from ...place import ICECHUNK_PREFIX
 from .directory import Directory
 from .objects import Objects
 from .shared import Shared

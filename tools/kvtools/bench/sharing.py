@@ -16,8 +16,8 @@ from kvcodecs.spec import KINDS, Kind
 
 import kvstore
 from kvstore import keys
-from kvstore.backend import open_backend
 from kvstore.info import stored_bytes
+from kvstore.place import open_backend
 from kvtools.bench.archive import PureDecode
 from kvtools.bench.rows import Row, interleaved
 from kvtools.sample import Sample

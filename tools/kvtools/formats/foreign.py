@@ -21,11 +21,12 @@ from kvcodecs.errors import InvalidArgument, KvError, NotFound
 
 import kvstore
 from kvstore.backend import Snapshot
-from kvstore.migration.destination import Place, check_apart, move_into_place, partial_folder
+from kvstore.migration.destination import check_apart, move_into_place, partial_folder
 from kvstore.migration.needed import Item
 from kvstore.migration.plan import Plan, chosen_names
 from kvstore.migration.work import Meter, Migrated
 from kvstore.pieces import count_frames
+from kvstore.place import Place
 from kvtools.formats.importing import Incoming, target_archive
 from kvtools.formats.session_folder import SESSION_FILE, ZARR2_FILE, folder_name, session_folders
 

@@ -11,11 +11,12 @@ from kvcodecs.errors import InvalidArgument
 import kvstore
 from kvstore import keys
 from kvstore.backend import Transaction
-from kvstore.migration.destination import Place, move_into_place, partial_folder
+from kvstore.migration.destination import move_into_place, partial_folder
 from kvstore.migration.moving import Target
 from kvstore.migration.needed import BATCH_BYTES, Item
 from kvstore.migration.publishing import publish
 from kvstore.migration.work import check_values, remove
+from kvstore.place import Place
 from kvstore.token_ids import CHUNK_TOKENS, Ids, pack_ids
 from kvstore.users import is_prefix, users_of
 
