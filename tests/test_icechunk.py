@@ -425,11 +425,11 @@ def test_objects_are_a_map_that_is_committed_as_a_whole(seed):
             elif what < 0.65:
                 source, target = rng.choice([*chunks, *others]), rng.choice(chunks)
                 if source in after:
-                    objects.copy([(source, target)])
+                    objects.copy([(source, target)], bool)
                     after[target] = after[source]
                 else:
                     with pytest.raises(NotFound):
-                        objects.copy([(source, target)])
+                        objects.copy([(source, target)], bool)
             elif what < 0.9:
                 after[name := rng.choice(arrays_)] = data = document([1, rng.randint(0, 20), 1])
                 objects.put(name, data)
@@ -438,7 +438,7 @@ def test_objects_are_a_map_that_is_committed_as_a_whole(seed):
                 after.pop(name, None)
             else:
                 after[name := rng.choice(groups)] = data = group % rng.randint(0, 9)
-                objects.put_all([(name, data)])
+                objects.put_all([(name, data)], bool)
 
         def check(held):
             assert {found.key: found.n_bytes for found in objects.list("")} == {

@@ -169,8 +169,8 @@ class TestObjects:
             lambda: objects.put_new(key, b""),
             lambda: objects.put(key, b""),
             lambda: objects.put_frames([(key, b"")], never),
-            lambda: objects.copy([("a", key)]),
-            lambda: objects.copy([(key, "a")]),
+            lambda: objects.copy([("a", key)], bool),
+            lambda: objects.copy([(key, "a")], bool),
             lambda: objects.delete([key]),
             lambda: list(objects.list(key + "x")),
         ]
@@ -235,8 +235,8 @@ for i in range(20):
         objects = place.open()
         objects.put("a/0", b"one")
         objects.put("b/0", b"two")
-        objects.copy([("a/0", "copies/x/0"), ("a/0", "copies/y/0"), ("b/0", "copies/z/0")])
-        objects.copy([("b/0", "copies/y/0"), ("b/0", "copies/y/0")])  # replaces
+        objects.copy([("a/0", "copies/x/0"), ("a/0", "copies/y/0"), ("b/0", "copies/z/0")], bool)
+        objects.copy([("b/0", "copies/y/0")], bool)  # replaces
         objects.flush()
         objects.put("a/0", b"changed")
         objects.put_frames([("b/0", b"changed too")], lambda: None)
@@ -249,7 +249,7 @@ for i in range(20):
         objects.delete(["a/0", "b/0"])
         assert objects.get("copies/x/0") == b"one"
         with pytest.raises(kvstore.NotFound, match="no object 'a/0' to copy"):
-            objects.copy([("a/0", "c")])
+            objects.copy([("a/0", "c")], bool)
         assert not objects.exists("c")
 
     def test_one_writer_at_a_time(self, place):
@@ -380,7 +380,7 @@ class TestDirectory:
         objects = Directory(root)
         objects.put_frames([("s/k_000/c/0/0/0", b"0"), ("s/k_000/c/0/1/0", b"1")], never)
         objects.put("s/zarr.json", b"{}")
-        objects.copy([("s/k_000/c/0/0/0", "t/c")])
+        objects.copy([("s/k_000/c/0/0/0", "t/c")], bool)
         assert fsynced == []
         objects.flush()
         files = {"s/k_000/c/0/0/0", "s/k_000/c/0/1/0", "s/zarr.json", "t/c"}
@@ -447,7 +447,7 @@ class TestDirectory:
     def test_a_frame_is_never_written_into_a_linked_file(self, root):
         objects = Directory(root)
         objects.put_frames([("a/0", b"old")], never)
-        objects.copy([("a/0", "b/0")])
+        objects.copy([("a/0", "b/0")], bool)
         assert (root / "a/0").stat().st_ino == (root / "b/0").stat().st_ino
         objects.put_frames([("a/0", b"new")], lambda: None)
         assert contents(objects) == {"a/0": b"new", "b/0": b"old"}
@@ -459,12 +459,12 @@ class TestDirectory:
         won = at_once(lambda i: objects.put_new("commits/1", b"%d" % i), range(8), 8)
         assert sum(won) == 1
         assert objects.get("commits/1") == b"%d" % won.index(True)
-        objects.copy([("commits/1", "x/y")])
+        objects.copy([("commits/1", "x/y")], bool)
         objects.flush()
         assert tree(root) == ["commits", "commits/1", "x", "x/y"]
         assert objects.get("x/y") == objects.get("commits/1")
         with pytest.raises(kvstore.NotFound):
-            objects.copy([("no", "x/z")])
+            objects.copy([("no", "x/z")], bool)
 
     def test_a_full_disk_leaves_nothing_torn(self, root, monkeypatch):
         objects = Directory(root)
@@ -546,7 +546,7 @@ objects.{}
             lambda: objects.put("a/b", b"y"),
             lambda: objects.put_new("a/c", b"y"),
             lambda: objects.put_frames([("a/c", b"y")], never),
-            lambda: objects.copy([("a/b", "a/c")]),
+            lambda: objects.copy([("a/b", "a/c")], bool),
             lambda: objects.delete(["a/b"]),
             lambda: objects.writer(0.1).__enter__(),
         ):
@@ -614,7 +614,7 @@ objects.{}
         objects.flush()
         assert tree(root) == []
 
-    def test_links_to_elsewhere_are_not_listed(self, root, tmp_path):
+    def test_links_are_files_and_no_directories(self, root, tmp_path):
         outside = tmp_path / "outside"
         outside.mkdir()
         (outside / "precious").write_bytes(b"x")
@@ -622,8 +622,11 @@ objects.{}
         objects.put("a", b"x")
         (root / "link").symlink_to(outside)
         (root / "file").symlink_to(outside / "precious")
+        (root / "lost").symlink_to(outside / "absent")
+        (root / "loop").symlink_to("loop")
         os.mkfifo(root / "pipe")
-        assert [found.key for found in objects.list("")] == ["a"]
+        assert [tuple(found) for found in objects.list("")] == [("a", 1), ("file", 1)]
+        assert objects.get("file") == b"x"
         objects.put("file", b"mine")
         assert (outside / "precious").read_bytes() == b"x"
 
@@ -760,7 +763,7 @@ class TestBucket:
             return made
 
         objects._requests.create = create_late
-        objects.put_frames([("c/0/0", b"mine")], never)
+        objects.put_frames([("c/0/0", b"mine")], bool)
         assert calls[0] is None
         assert objects.get("c/0/0") == b"mine"
 
@@ -860,7 +863,7 @@ OPERATIONS = {
     "put_new": (lambda o: o.put_new("a/new", b"x"), "PUT .*a/new$", True),
     "frames": (lambda o: o.put_frames([("a/b", b"x")], never), "PUT .*a/b$", None),
     "replaced": (lambda o: o.put_frames([("a/b", b"y")], bool), "PUT .*a/b$", None),
-    "copy": (lambda o: o.copy([("a/b", "a/c")]), "PUT .*a/c$", None),
+    "copy": (lambda o: o.copy([("a/b", "a/c")], bool), "PUT .*a/c$", None),
     "delete": (lambda o: o.delete(["a/b", "a/c"]), "POST .*delete", None),
     "list": (lambda o: [f.key for f in o.list("a/")], "GET .*list-type", ["a/b"]),
 }

@@ -200,18 +200,6 @@ class Requests:
         most = self._max_retries if max_retries is None else max_retries
         return self._put_if(key, data, {"e_tag": tag}, tag, most)
 
-    def copy(self, source: str, target: str) -> None:
-        """Copy an object; `NotFound` if there is none."""
-
-        def act() -> None:
-            try:
-                self._api.copy(self._store, source, target)
-            except FileNotFoundError as error:
-                self._absent(error)
-                raise NotFound(f"{self.where}: no object {source!r} to copy") from error
-
-        self._call(f"{source} to {target}", act)
-
     def delete(self, keys: Sequence[str]) -> None:
         """Delete objects; absent ones are no error."""
 

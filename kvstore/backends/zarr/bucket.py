@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
-from kvcodecs.errors import Closed, InvalidArgument, Locked
+from kvcodecs.errors import Closed, InvalidArgument, Locked, NotFound
 
 from ...backend import Lease
 from ...lease import locked, lost
@@ -91,17 +91,16 @@ class Bucket(Objects):
     def put(self, key: str, data: bytes) -> None:
         self._open().put(self._key(key), data)
 
-    def put_all(self, items: Iterable[tuple[str, bytes]]) -> None:
-        at_once(lambda item: self.put(*item), list(items), _AT_ONCE)
+    def put_all(self, items: Iterable[tuple[str, bytes]], still_mine: Callable[[], None]) -> None:
+        at_once(lambda item: self._put_over(*item, still_mine), list(items), _AT_ONCE)
 
     def put_frames(
         self, items: Sequence[tuple[str, bytes]], still_mine: Callable[[], None]
     ) -> None:
         at_once(lambda item: self._put_frame(*item, still_mine), items, _AT_ONCE)
 
-    def copy(self, pairs: Sequence[tuple[str, str]]) -> None:
-        requests = self._open()
-        at_once(lambda p: requests.copy(self._key(p[0]), self._key(p[1])), pairs, _AT_ONCE)
+    def copy(self, pairs: Sequence[tuple[str, str]], still_mine: Callable[[], None]) -> None:
+        at_once(lambda pair: self._copy(*pair, still_mine), pairs, _AT_ONCE)
 
     def delete(self, keys: Sequence[str]) -> None:
         self._open().delete([self._key(key) for key in keys])
@@ -162,21 +161,32 @@ class Bucket(Objects):
     def _key(self, key: str) -> str:
         return check_key(self._where, key)
 
+    def _copy(self, source: str, target: str, still_mine: Callable[[], None]) -> None:
+        self._key(target)
+        data = self.get(source)
+        if data is None:
+            raise NotFound(f"{self._where}: no object {source!r} to copy")
+        self._put_frame(target, data, still_mine)
+
     def _put_frame(self, key: str, data: bytes, still_mine: Callable[[], None]) -> None:
+        if self._open().create(self._key(key), data) is None:
+            self._put_over(key, data, still_mine)
+
+    def _put_over(self, key: str, data: bytes, still_mine: Callable[[], None]) -> None:
         requests = self._open()
-        while requests.create(self._key(key), data) is None:
-            found = requests.get_tagged(key)
-            if found is None:
-                continue  # deleted in the meantime
-            if found.data == data:
-                return
-            still_mine()
-            if requests.replace(key, data, found.tag) is None:
-                raise Locked(
-                    f"{self._where}: {key}: another writer has put it meanwhile; nothing of this "
-                    "transaction is stored; try again"
-                )
+        found = requests.get_tagged(self._key(key))
+        if found is not None and found.data == data:
             return
+        still_mine()
+        if found is None:
+            tag = requests.create(key, data)
+        else:
+            tag = requests.replace(key, data, found.tag)
+        if tag is None:
+            raise Locked(
+                f"{self._where}: {key}: another writer has put it meanwhile; nothing of this "
+                "transaction is stored; try again"
+            )
 
     def _take_writer(self, timeout: float, deadline: float) -> BucketLease:
         pause = _FIRST_PAUSE

@@ -45,7 +45,7 @@ def collect(shared: Shared, head: Head, writer: Writer, grace_seconds: float) ->
         Damage, so that it is not known what is in use. Nothing is deleted but what was due.
     """
     objects = shared.objects
-    catch_up(shared, head)
+    catch_up(shared, head, writer)
     n_bytes, is_due = _due_bytes(objects, View(head.tables), time.time_ns())
     if is_due:
         commit_changes(
@@ -60,7 +60,7 @@ def collect(shared: Shared, head: Head, writer: Writer, grace_seconds: float) ->
             sweep_most=None,
         )
         head = shared.head()
-    return n_bytes + _Leftovers(objects, head).delete()
+    return n_bytes + _Leftovers(objects, head, writer).delete()
 
 
 def _due_bytes(objects: Objects, lookup: Lookup, now_ns: int) -> tuple[int, bool]:
@@ -85,7 +85,8 @@ def _due_bytes(objects: Objects, lookup: Lookup, now_ns: int) -> tuple[int, bool
 class _Leftovers:
     """Objects that are no part of what is committed."""
 
-    def __init__(self, objects: Objects, head: Head) -> None:
+    def __init__(self, objects: Objects, head: Head, writer: Writer) -> None:
+        self._writer = writer
         self._objects, self._head, self._lookup = objects, head, View(head.tables)
         used = set(referenced(self._lookup))
         self._used = used
@@ -104,6 +105,7 @@ class _Leftovers:
         """Delete them; return the bytes."""
         found = [item for item in self._objects.list("") if self._is_leftover(item.key)]
         found = [item for item in found if self._is_needless(item.key)]
+        self._writer.check()
         self._objects.delete([item.key for item in found])
         return sum(item.n_bytes for item in found) + self._delete_commits()
 
@@ -116,6 +118,7 @@ class _Leftovers:
             key = commit_key(number)
             if key in needed:
                 break
+            self._writer.check()
             self._objects.delete([key])
             n_bytes += sizes.get(key, 0)
         return n_bytes
@@ -161,5 +164,5 @@ class _Leftovers:
             return True
         if Reference.unpack(reference).home != IN_ARRAY:
             return False
-        self._objects.copy([(key, place)])
+        self._objects.copy([(key, place)], self._writer.check)
         return True

@@ -15,7 +15,15 @@ from kvcodecs.errors import Corrupt, KvError, Locked, NotFound, Truncated, Unsup
 
 from ... import keys
 from . import view
-from .commits import Commit, Listed, commit_key, commit_numbers, n_to_merge, segment_name
+from .commits import (
+    FIRST_BYTES,
+    Commit,
+    Listed,
+    commit_key,
+    commit_numbers,
+    n_to_merge,
+    segment_name,
+)
 from .doomed import A_FEW, OF_TABLES, free_due, sweep
 from .objects import Objects, Writer
 from .places import ASIDE, ROOT, doomed_key, pack_json
@@ -65,7 +73,7 @@ def commit_changes(
     """
     objects, base = shared.objects, View(head.tables)
     writer.check()
-    left_over = catch_up(shared, head)
+    left_over = catch_up(shared, head, writer)
     if head.commit is None:
         view.begin(objects)
     number, nonce = head.number + 1, secrets.token_hex(8)
@@ -74,7 +82,7 @@ def commit_changes(
     delta: dict[bytes, Entry] = {}
     deleted: list[str] = []
     if not left_over:  # a document that is put late must not be of a group that has gone
-        swept = sweep(objects, base, now_ns, sweep_most)
+        swept = sweep(objects, base, now_ns, sweep_most, writer.check)
         delta.update((key, _entry(value)) for key, value in swept.puts.items())
         deleted = swept.deleted
     placed = place(base, changes, shared.names, due_ns)
@@ -107,20 +115,22 @@ def commit_changes(
     data, key = commit.pack(packed.data), commit_key(number)
     objects.flush()
     writer.check()
+    listed = Listed(key.removeprefix(ROOT), len(data), packed.crc)
     _put_commit(objects, key, data)
+    _make_sure(objects, writer, number, listed)
     own = shared.open_own(key, data, packed.crc)
-    after = Head(commit, Listed(key.removeprefix(ROOT), len(data), packed.crc), (own, *segments))
+    after = Head(commit, listed, (own, *segments))
     shared.adopt(after)
     objects.flush()
     # It is committed. What fails from here on is done by the next writer, or by `collect`.
     with contextlib.suppress(KvError):
-        catch_up(shared, after)
+        catch_up(shared, after, writer)
         if run and not objects.is_remote:
             delete_merged(objects, number, run)
     return deleted
 
 
-def catch_up(shared: Shared, head: Head) -> Sync:
+def catch_up(shared: Shared, head: Head, writer: Writer) -> Sync:
     """Write the documents that a commit calls for, unless it has been seen to.
 
     Returns
@@ -131,7 +141,7 @@ def catch_up(shared: Shared, head: Head) -> Sync:
     if head.commit is None or shared.synced == head.number or not head.commit.sync:
         return Sync()
     try:
-        view.sync(shared.objects, View(head.tables), head.commit.sync)
+        view.sync(shared.objects, View(head.tables), head.commit.sync, writer.check)
     except KvError:
         return head.commit.sync
     shared.synced = head.number
@@ -163,13 +173,13 @@ def _both(one: Sync, other: Sync) -> Sync:
 def _store_frames(objects: Objects, writer: Writer, placed: Placed) -> None:
     rescues = _to_rescue(objects, placed.rescues)
     if rescues:
-        _copy(objects, rescues)
+        _copy(objects, rescues, writer)
         objects.flush()  # before anything takes their place
-    _copy(objects, placed.copies)
+    _copy(objects, placed.copies, writer)
     for source, start, stop, target in placed.excerpts:
         data = objects.get(source, start, stop)
         if data is not None:
-            objects.put(target, data)
+            objects.put_frames([(target, data)], writer.check)
     if placed.frames:
         objects.put_frames(placed.frames, writer.check)
 
@@ -189,16 +199,16 @@ def _to_rescue(objects: Objects, rescues: Sequence[tuple[str, str]]) -> list[tup
     return found
 
 
-def _copy(objects: Objects, pairs: Sequence[tuple[str, str]]) -> None:
+def _copy(objects: Objects, pairs: Sequence[tuple[str, str]], writer: Writer) -> None:
     if not pairs:
         return
     try:
-        objects.copy(pairs)
+        objects.copy(pairs, writer.check)
     except NotFound:
         # A lost frame is for `verify` to tell, and must not keep the others from being stored.
         for pair in pairs:
             with contextlib.suppress(NotFound):
-                objects.copy([pair])
+                objects.copy([pair], writer.check)
 
 
 def _merge(
@@ -240,7 +250,31 @@ def _put_commit(objects: Objects, key: str, data: bytes) -> None:
             raise
         return
     if objects.get(key) != data:
-        raise Locked(
-            f"{objects.where}: another writer has taken over and committed; nothing of this "
-            "transaction is stored; try again"
-        )
+        raise _too_late(objects)
+
+
+def _make_sure(objects: Objects, writer: Writer, number: int, listed: Listed) -> None:
+    """Make sure that a commit that was just put has become part of the archive.
+
+    A writer that stood still puts it also where those of others were, merged and deleted since.
+    """
+    try:
+        writer.check()
+        return
+    except Locked:
+        later = commit_numbers(objects, commit_key(number))
+    if not later:
+        return  # the last one
+    if later[0] == number + 1:
+        data = objects.get(commit_key(number + 1), 0, FIRST_BYTES) or b""
+        if Commit.unpack(data, number + 1, objects.where)[0].tables[:1] == (listed,):
+            return
+    objects.delete([commit_key(number)])
+    raise _too_late(objects)
+
+
+def _too_late(objects: Objects) -> Locked:
+    return Locked(
+        f"{objects.where}: another writer has taken over and committed; nothing of this "
+        "transaction is stored; try again"
+    )

@@ -135,7 +135,7 @@ class Directory(Objects):
                     raise
                 self._note(path, path)
 
-    def copy(self, pairs: Sequence[tuple[str, str]]) -> None:
+    def copy(self, pairs: Sequence[tuple[str, str]], still_mine: Callable[[], None]) -> None:
         for source, target in pairs:
             old, new = self._path(source), self._path(target)
             with self._explained(f"{source} to {target}"):
@@ -344,12 +344,13 @@ class Directory(Objects):
             if name.endswith("/"):
                 if key > after or after.startswith(key):
                     yield from self._walk(key, after)
-            elif key > after and entry.is_file(follow_symlinks=False):
+            elif key > after:
                 try:
-                    n_bytes = entry.stat(follow_symlinks=False).st_size
+                    found = entry.stat()  # of a link what it leads to, as `get` reads it
                 except FileNotFoundError:
                     continue
-                yield Found(key, n_bytes)
+                if stat.S_ISREG(found.st_mode):
+                    yield Found(key, found.st_size)
 
 
 def _link(old: str, new: str) -> None:

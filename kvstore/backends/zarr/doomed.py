@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final
@@ -44,13 +45,21 @@ def free_due(lookup: Lookup, due_ns: int) -> int:
     return due_ns
 
 
-def sweep(objects: Objects, lookup: Lookup, now_ns: int, most: int | None) -> Swept:
+def sweep(
+    objects: Objects,
+    lookup: Lookup,
+    now_ns: int,
+    most: int | None,
+    still_mine: Callable[[], None],
+) -> Swept:
     """Delete objects whose time has come; doing it again after a crash does no harm.
 
     Parameters
     ----------
     most
         About how many at most; None for all.
+    still_mine
+        Raises `Locked` if the right to write is lost; asked before anything is deleted.
     """
     swept = Swept()
     room = most
@@ -67,10 +76,11 @@ def sweep(objects: Objects, lookup: Lookup, now_ns: int, most: int | None) -> Sw
             room -= len(doomed.objects)
     old_commits = _deletable_commits(objects, [doomed for _, doomed in entries])
     for key, doomed in entries:
-        left = _sweep_one(objects, lookup, doomed, old_commits, most, swept)
+        left = _sweep_one(objects, lookup, doomed, old_commits, most, swept, still_mine)
         swept.puts[key] = pack_json(left) if left else None
     # One after the other: see `commits.last_commit`.
     for commit in old_commits:
+        still_mine()
         objects.delete([commit])
     swept.deleted += old_commits
     return swept
@@ -83,6 +93,7 @@ def _sweep_one(
     old_commits: list[str],
     most: int | None,
     swept: Swept,
+    still_mine: Callable[[], None],
 ) -> dict[str, object]:
     """Delete objects of one entry; return what is left of it."""
     left: dict[str, object] = {}
@@ -90,6 +101,7 @@ def _sweep_one(
     others = [key for key in doomed.objects if not key.startswith(COMMITS)]
     n = len(others) if most is None else max(most, len(others) // _PART)
     now = unused(lookup, others[:n])
+    still_mine()
     objects.delete(now)
     swept.deleted += now
     waiting = [key for key in commits if key not in old_commits and objects.exists(key)]
@@ -98,6 +110,7 @@ def _sweep_one(
     trees = []
     for tree in doomed.trees:
         found = [item.key for item in islice(objects.list(f"{tree}/"), most)]
+        still_mine()
         objects.delete(found)
         swept.deleted += found
         if most is not None and len(found) >= most:

@@ -147,7 +147,7 @@ class IcechunkObjects(Objects):
         with self._changing() as changes:
             changes.put(key, data)
 
-    def put_all(self, items: Iterable[tuple[str, bytes]]) -> None:
+    def put_all(self, items: Iterable[tuple[str, bytes]], still_mine: Callable[[], None]) -> None:
         with self._changing() as changes:
             changes.put_all(items)
 
@@ -157,7 +157,7 @@ class IcechunkObjects(Objects):
         with self._changing() as changes:
             changes.put_all(items)
 
-    def copy(self, pairs: Sequence[tuple[str, str]]) -> None:
+    def copy(self, pairs: Sequence[tuple[str, str]], still_mine: Callable[[], None]) -> None:
         with self._changing() as changes:
             for source, target in pairs:
                 data = changes.get(source)

@@ -83,8 +83,11 @@ class Objects(Protocol):
         """Put or replace an object; readers see the old one or the new one."""
         ...
 
-    def put_all(self, items: Iterable[tuple[str, bytes]]) -> None:
-        """Put or replace objects, as `put` does each; at the same time where that helps."""
+    def put_all(self, items: Iterable[tuple[str, bytes]], still_mine: Callable[[], None]) -> None:
+        """Put or replace objects, as `put` does each; at the same time where that helps.
+
+        In a bucket those that are there are replaced as by `put_frames`.
+        """
         for key, data in items:
             self.put(key, data)
 
@@ -103,10 +106,11 @@ class Objects(Protocol):
         """
         ...
 
-    def copy(self, pairs: Sequence[tuple[str, str]]) -> None:
-        """Give objects a second key, which need not be free: (from, to). No byte is moved.
+    def copy(self, pairs: Sequence[tuple[str, str]], still_mine: Callable[[], None]) -> None:
+        """Give objects a second key, which need not be free: (from, to).
 
-        A directory makes hard links, a bucket copies by itself.
+        A directory makes hard links. To a bucket objects are put as by `put_frames`: it would
+        itself copy whatever is there by then over whatever is there.
 
         Raises
         ------

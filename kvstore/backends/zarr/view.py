@@ -7,6 +7,8 @@ finds in the commit what was to be done, does it again.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from kvcodecs.errors import Corrupt, KvError
 from kvcodecs.frame import open_record
 from kvcodecs.spec import Kind
@@ -43,32 +45,38 @@ def begin(objects: Objects) -> None:
     objects.put(ROOT + FILE_NAME, stub_document(_ABOUT_INTERNAL))
 
 
-def sync(objects: Objects, lookup: Lookup, what: Sync) -> None:
+def sync(objects: Objects, lookup: Lookup, what: Sync, still_mine: Callable[[], None]) -> None:
     """Bring the documents of some sessions to what is committed; again does no harm.
 
     Parameters
     ----------
     lookup
         What is stored as of the commit.
+    still_mine
+        As for `Objects.put_frames`.
     """
-    for group in what.closed:
-        objects.put(f"{group}/{FILE_NAME}", stub_document(_ABOUT_CLOSED))
+    stub = stub_document(_ABOUT_CLOSED)
+    objects.put_all(((f"{group}/{FILE_NAME}", stub) for group in what.closed), still_mine)
     shown: set[str] = set()
     for name in what.sessions:
         stored = stored_session(lookup, name, lookup.raw(keys.session_key(name)))
         if stored is not None:
-            shown.update(_show(objects, lookup, stored))
+            shown.update(_show(objects, lookup, stored, still_mine))
     closed = set(what.closed)
     hidden = {f"{path}/{FILE_NAME}": path.partition("/")[0] in closed for path in what.hidden}
+    still_mine()
     objects.delete([key for key, is_closed in hidden.items() if is_closed and key not in shown])
     # Leftover chunks may be below: tools would call them no part of the hierarchy.
     stub = stub_document(_ABOUT_EMPTY)
     objects.put_all(
-        (key, stub) for key, is_closed in hidden.items() if not is_closed and key not in shown
+        [(key, stub) for key, is_closed in hidden.items() if not is_closed and key not in shown],
+        still_mine,
     )
 
 
-def _show(objects: Objects, lookup: Lookup, stored: Stored) -> list[str]:
+def _show(
+    objects: Objects, lookup: Lookup, stored: Stored, still_mine: Callable[[], None]
+) -> list[str]:
     """Put the documents of a session's group and arrays; return their keys."""
     record, model = stored.record, stored.model
     home = home_of(lookup, record.owner)
@@ -117,7 +125,7 @@ def _show(objects: Objects, lookup: Lookup, stored: Stored) -> list[str]:
         "metadata": dict(record.metadata),
     }
     documents[f"{home.group}/{FILE_NAME}"] = group_document({"kvstore": about})
-    objects.put_all(documents.items())
+    objects.put_all(documents.items(), still_mine)
     return list(documents)
 
 
