@@ -15,8 +15,7 @@ from kvcodecs.raw import Raw
 import kvstore
 from kvstore import keys
 from kvstore.archive import Archive
-from kvstore.backends.zarr import commit as commit_steps
-from kvstore.backends.zarr import shared, view
+from kvstore.backends.zarr import shared, storing, view
 from kvstore.backends.zarr.backend import ZarrBackend
 from kvstore.backends.zarr.commits import (
     COMMITS,
@@ -212,6 +211,7 @@ def commit(**changes):
         "number": 7,
         "epoch": 3,
         "nonce": "0123456789abcdef",
+        "previous": "f123456789abcdef",
         "tables": (
             Listed("commits/0000000000000006", 100, 1),
             Listed("commits/0000000000000005", 100, 1),
@@ -278,6 +278,8 @@ LISTED = ["segments/0000000000000005-0123abcd", 100, 1]
         {"epoch": None},
         {"nonce": "0123456789ABCDEF"},
         {"nonce": 3},
+        {"previous": ""},
+        {"previous": None},
         {"n_entries": 1.0},
         {"used_bytes": 1 << 63},
         {"table_bytes": "1"},
@@ -926,6 +928,34 @@ def test_a_lost_or_swapped_chunk_is_noticed(storage):
     assert archive.session("f").n_committed == 600
 
 
+def test_frames_that_found_no_room_are_not_left(storage):
+    archive = Archive(open_storage(storage), "a")
+    create(archive, "s").close()
+
+    class Small(FakeObjects):
+        room = 3
+
+        def put_frames(self, items, still_mine):
+            for item in items:
+                if not self.room:
+                    raise Full("no room")
+                self.room -= 1
+                super().put_frames([item], still_mine)
+
+    objects = Small(storage)
+    archive = Archive(open_objects(objects), "a")
+    before = dict(storage.data)
+    with archive.session("s") as session:
+        session.append(*values(0, 600))
+        with pytest.raises(Full):
+            session.commit()
+        assert storage.data == before
+        objects.room = 100
+        session.commit()
+    assert state(archive)["s"][0] == 600
+    assert archive.verify().problems == []
+
+
 def test_documents_that_could_not_be_put_are_put_later(storage):
     archive = Archive(open_storage(storage), "a")
     session = create(archive, "s")
@@ -1070,8 +1100,8 @@ def test_what_was_saved_from_its_place_goes_back(storage):
     assert state(archive) == before
     # Whoever tries again does not save what is in the place now.
     objects = archive._backend._shared.objects
-    assert commit_steps._to_rescue(objects, [(chunk, aside)]) == []
-    assert commit_steps._to_rescue(objects, [(aside, aside)]) == [(aside, aside)]
+    assert storing._to_rescue(objects, [(chunk, aside)]) == []
+    assert storing._to_rescue(objects, [(aside, aside)]) == [(aside, aside)]
     assert archive.gc() == len(kept)
     assert storage.data[chunk] == kept
     assert aside not in storage.data

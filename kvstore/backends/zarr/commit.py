@@ -11,7 +11,7 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 
-from kvcodecs.errors import Corrupt, KvError, Locked, NotFound, Truncated, Unsupported
+from kvcodecs.errors import Corrupt, Full, KvError, Locked, Truncated, Unsupported
 
 from ... import keys
 from . import view
@@ -26,15 +26,14 @@ from .commits import (
 )
 from .doomed import A_FEW, OF_TABLES, free_due, sweep
 from .objects import Objects, Writer
-from .places import ASIDE, ROOT, doomed_key, pack_json
-from .placing import Placed, Sync, place
+from .places import ROOT, doomed_key, pack_json
+from .placing import Sync, place
 from .segment import GONE, Entry, Segment, merge_segments, pack_segment
 from .sessions import stored_session
 from .sharding import shard
 from .shared import Head, Shared
 from .snapshot import View, is_frame
-
-_OWNER_BYTES = slice(8, 16)
+from .storing import store_frames, take_back
 
 
 def commit_changes(
@@ -86,7 +85,11 @@ def commit_changes(
         delta.update((key, _entry(value)) for key, value in swept.puts.items())
         deleted = swept.deleted
     placed = place(base, changes, shared.names, due_ns)
-    _store_frames(objects, writer, placed)
+    try:
+        store_frames(objects, writer, placed)
+    except Full:
+        take_back(objects, base, placed)
+        raise
     for name, shard_bytes in (shards or {}).items():
         stored = stored_session(base, name, base.raw(keys.session_key(name)))
         if stored is not None:
@@ -105,6 +108,7 @@ def commit_changes(
         number=number,
         epoch=writer.epoch,
         nonce=nonce,
+        previous=head.commit.nonce if head.commit is not None else "",
         tables=tables,
         n_entries=n_entries,
         used_bytes=used_bytes,
@@ -115,11 +119,10 @@ def commit_changes(
     data, key = commit.pack(packed.data), commit_key(number)
     objects.flush()
     writer.check()
-    listed = Listed(key.removeprefix(ROOT), len(data), packed.crc)
     _put_commit(objects, key, data)
-    _make_sure(objects, writer, number, listed)
+    _make_sure(objects, writer, commit)
     own = shared.open_own(key, data, packed.crc)
-    after = Head(commit, listed, (own, *segments))
+    after = Head(commit, Listed(key.removeprefix(ROOT), len(data), packed.crc), (own, *segments))
     shared.adopt(after)
     objects.flush()
     # It is committed. What fails from here on is done by the next writer, or by `collect`.
@@ -170,47 +173,6 @@ def _both(one: Sync, other: Sync) -> Sync:
     )
 
 
-def _store_frames(objects: Objects, writer: Writer, placed: Placed) -> None:
-    rescues = _to_rescue(objects, placed.rescues)
-    if rescues:
-        _copy(objects, rescues, writer)
-        objects.flush()  # before anything takes their place
-    _copy(objects, placed.copies, writer)
-    for source, start, stop, target in placed.excerpts:
-        data = objects.get(source, start, stop)
-        if data is not None:
-            objects.put_frames([(target, data)], writer.check)
-    if placed.frames:
-        objects.put_frames(placed.frames, writer.check)
-
-
-def _to_rescue(objects: Objects, rescues: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Return the rescues that are to be done.
-
-    A writer that died may have done some, and then put other frames in the places: copying those
-    would overwrite what it saved.
-    """
-    heads = objects.get_many([(source, 0, _OWNER_BYTES.stop) for source, _ in rescues])
-    found = []
-    for (source, target), head in zip(rescues, heads, strict=True):
-        owner = bytes.fromhex(target.removeprefix(ASIDE).partition("/")[0])
-        if head is not None and head[_OWNER_BYTES] == owner[::-1]:
-            found.append((source, target))
-    return found
-
-
-def _copy(objects: Objects, pairs: Sequence[tuple[str, str]], writer: Writer) -> None:
-    if not pairs:
-        return
-    try:
-        objects.copy(pairs, writer.check)
-    except NotFound:
-        # A lost frame is for `verify` to tell, and must not keep the others from being stored.
-        for pair in pairs:
-            with contextlib.suppress(NotFound):
-                objects.copy([pair], writer.check)
-
-
 def _merge(
     shared: Shared, head: Head, number: int
 ) -> tuple[tuple[Listed, ...], tuple[Listed, ...], tuple[Segment, ...]]:
@@ -253,23 +215,26 @@ def _put_commit(objects: Objects, key: str, data: bytes) -> None:
         raise _too_late(objects)
 
 
-def _make_sure(objects: Objects, writer: Writer, number: int, listed: Listed) -> None:
+def _make_sure(objects: Objects, writer: Writer, commit: Commit) -> None:
     """Make sure that a commit that was just put has become part of the archive.
 
     A writer that stood still puts it also where those of others were, merged and deleted since.
     """
+    key, following = commit_key(commit.number), commit.number + 1
     try:
         writer.check()
         return
     except Locked:
-        later = commit_numbers(objects, commit_key(number))
+        later = commit_numbers(objects, key)
     if not later:
         return  # the last one
-    if later[0] == number + 1:
-        data = objects.get(commit_key(number + 1), 0, FIRST_BYTES) or b""
-        if Commit.unpack(data, number + 1, objects.where)[0].tables[:1] == (listed,):
+    data = objects.get(commit_key(following), 0, FIRST_BYTES)
+    if data is not None:
+        if Commit.unpack(data, following, objects.where)[0].previous == commit.nonce:
             return
-    objects.delete([commit_key(number)])
+    elif not objects.exists(key):
+        return  # merged, and deleted before the next one, which has gone too
+    objects.delete([key])
     raise _too_late(objects)
 
 

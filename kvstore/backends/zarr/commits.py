@@ -33,6 +33,7 @@ _CRC: Final = struct.Struct("<I")
 _COMMIT_NAME: Final = re.compile(r"commits/([0-9a-f]{16})")
 _SEGMENT_NAME: Final = re.compile(r"segments/([0-9a-f]{16})-[0-9a-f]{8}")
 _NONCE: Final = re.compile(r"[0-9a-f]{16}")
+_NOTHING: Final = re.compile("")
 # A run of newest tables is merged if it has so many.
 _LEAST_RUN: Final = 4
 # Into the run goes each older one that is not this many times as long as what is newer.
@@ -85,6 +86,8 @@ class Commit:
         Of the writer; see `objects.Writer`.
     nonce
         16 random hex digits.
+    previous
+        Those of the commit before, which this one goes on from; empty for the first.
     tables
         What is below its own changes, the newest first.
     n_entries, used_bytes
@@ -100,6 +103,7 @@ class Commit:
     number: int
     epoch: int
     nonce: str
+    previous: str
     tables: tuple[Listed, ...]
     n_entries: int
     used_bytes: int
@@ -114,6 +118,7 @@ class Commit:
             "number": self.number,
             "epoch": self.epoch,
             "nonce": self.nonce,
+            "previous": self.previous,
             "tables": [list(listed) for listed in self.tables],
             "n_entries": self.n_entries,
             "used_bytes": self.used_bytes,
@@ -159,6 +164,7 @@ class Commit:
                 number=_count(fields["number"]),
                 epoch=_count(fields["epoch"]),
                 nonce=_matching(_NONCE, fields["nonce"]),
+                previous=_matching(_NONCE if number > 1 else _NOTHING, fields["previous"]),
                 tables=_tables(fields["tables"], number),
                 n_entries=_count(fields["n_entries"]),
                 used_bytes=_count(fields["used_bytes"]),
