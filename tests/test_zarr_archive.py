@@ -454,3 +454,17 @@ def test_a_session_with_the_name_of_zarrs_documents(place, archive):
     add(archive, "a", BLOCK)
     check_session(place, archive, "zarr.json")
     check_session(place, archive, "a")
+
+
+def test_shards_take_the_place_of_the_last_tokens_chunk_too(place):
+    with kvstore.open(f"zarr:{place}", "a", grace_seconds=0) as archive:
+        add(archive, "a", 2 * BLOCK + 7).close()
+        archive.seal(["a"])
+        assert (place / "a/k_000/c/0/2/0").exists()
+        archive.seal(["a"], shard_bytes=1 << 20)
+        archive.gc()
+        assert sorted(path.name for path in (place / "a/k_000").iterdir()) == [
+            "c.0.0.0",
+            "zarr.json",
+        ]
+        check_session(place, archive, "a")

@@ -9,7 +9,7 @@ from kvcodecs.raw import Raw
 
 import kvstore
 from kvstore.archive import Archive
-from kvstore.backends.zarr import bucket_lease
+from kvstore.backends.zarr import bucket, bucket_lease
 from kvstore.backends.zarr.backend import ZarrBackend
 from kvstore.backends.zarr.bucket import Bucket
 
@@ -22,6 +22,8 @@ def open_archive(s3_server, monkeypatch):
     """Return a function that opens one archive as one more process would; each knows its time."""
     url = s3_server.bucket() + "/a"
     monkeypatch.setattr(bucket_lease._Renewer, "_wait", lambda renewer: False)
+    # A process that stands still does nothing at the same time either.
+    monkeypatch.setattr(bucket, "at_once", lambda act, items, most: [act(item) for item in items])
 
     def open_it(mode="a", grace_seconds=0.0):
         objects = Bucket(url, s3_server.options, lease_seconds=60.0)
@@ -139,11 +141,17 @@ def test_documents_of_a_writer_that_stood_still_do_not_replace_newer_ones(
     create(slow, "s")
     grow(slow, "s", 4 * BLOCK, 1)
     objects = fast._backend._shared.objects
-    due = stand_still(slow, "replace", "s/k_000/zarr.json", lambda: back(fast), monkeypatch)
-    grow(slow, "s", BLOCK, 2)  # committed before it stood still
+    shown = []
+
+    def work():
+        grow(fast, "s", 4 * BLOCK, 5, truncate=BLOCK)
+        shown.extend(objects.get(f"s/{stream}_000/zarr.json") for stream in "kv")
+
+    due = stand_still(slow, "replace", "s/k_000/zarr.json", work, monkeypatch)
+    grow(slow, "s", 2 * BLOCK, 2)  # committed before it stood still
     assert not due
-    assert b"\n  64,\n" in objects.get("s/k_000/zarr.json")
-    assert b"\n  80,\n" not in objects.get("s/k_000/zarr.json")
+    assert b"\n  80,\n" in shown[0]
+    assert [objects.get(f"s/{stream}_000/zarr.json") for stream in "kv"] == shown
 
 
 def test_a_commit_that_others_built_on_is_one(open_archive, monkeypatch):

@@ -347,8 +347,10 @@ class Directory(Objects):
             elif key > after:
                 try:
                     found = entry.stat()  # of a link what it leads to, as `get` reads it
-                except FileNotFoundError:
-                    continue
+                except OSError as error:
+                    if error.errno == errno.ELOOP or error.errno in ABSENT:
+                        continue
+                    raise
                 if stat.S_ISREG(found.st_mode):
                     yield Found(key, found.st_size)
 

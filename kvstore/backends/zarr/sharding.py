@@ -96,9 +96,11 @@ def shard(
             data, offsets = _pack_shard(objects, lookup, stored, (layer, kind), part, n_blocks)
             objects.put_frames([(shard_of(home.group, layer, kind, number), data)], still_mine)
             for number, (block, offset) in enumerate(zip(part, offsets, strict=True), first):
-                if block.reference is None:
+                if block.reference is None and block.frame is None:
                     continue
                 doomed.append(chunk_of(home.group, layer, kind, number))
+                if block.reference is None:
+                    continue
                 if keys.parse(block.key).owner in owners and block.reference.home == IN_ARRAY:
                     n_bytes = block.reference.n_bytes
                     puts[block.key] = Reference(IN_SHARD, n_bytes, offset).pack()
