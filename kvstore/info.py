@@ -26,7 +26,7 @@ from .reader import Reader
 from .session_record import SessionRecord
 from .sharing import user_keys
 from .spans import head_of, header_of, id_spans
-from .stored_frame import first_value, share_of_error
+from .stored_frame import announced, first_value, share_of_error
 from .token_ids import CHUNK_TOKENS
 from .users import is_prefix
 
@@ -286,7 +286,7 @@ def _stream_info(
         header_bytes = _stored(snapshot, key) - len(key)
     n_frames = frame_bytes = shared_bytes = 0
     error = ErrorStats.none()
-    for piece in all_pieces(record, layer, kind):
+    for piece in announced(snapshot, all_pieces(record, layer, kind)):
         where = f"{reader.where} {piece.name}"
         value = first_value(snapshot, piece, where)
         head = FrameHeader.unpack(value if value is not None else b"", where)

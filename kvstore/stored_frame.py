@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import islice
+from typing import Final
+
 from kvcodecs.frame import ErrorStats, FrameHeader, open_frame
 
 from .backend import Snapshot
 from .pieces import Piece
+
+# Frames that are announced to the backend at a time.
+_AT_A_TIME: Final = 64
+
+
+def announced(snapshot: Snapshot, pieces: Iterator[Piece]) -> Iterator[Piece]:
+    """Yield pieces, some of them at a time announced to the backend as read next."""
+    while some := list(islice(pieces, _AT_A_TIME)):
+        snapshot.prefetch([key for piece in some for key in piece.keys])
+        yield from some
 
 
 def first_value(snapshot: Snapshot, piece: Piece, where: str = "") -> memoryview | None:

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import islice
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvcodecs.errors import Corrupt, KvError, NotFound
 from kvcodecs.frame import HEADER_BYTES
@@ -30,6 +29,7 @@ from .records import check_archive, unpack_identity
 from .session_record import SessionRecord, StreamName
 from .sharing import user_keys
 from .spans import header_of, id_spans, spans_of
+from .stored_frame import announced
 from .token_ids import CHUNK_TOKENS, read_id_chunk
 from .versions import FORMAT_VERSION
 
@@ -37,9 +37,6 @@ if TYPE_CHECKING:
     from kvcodecs.spec import Kind
 
     from .opened import OpenArchive
-
-# Frames that are announced to the backend at a time.
-_AT_A_TIME: Final = 64
 
 
 class Problem(NamedTuple):
@@ -192,13 +189,10 @@ def _check_session(
             except KvError as error:
                 report.add(f"{spot} header", error)
                 bad_headers.add(owner)
-        found = all_pieces(record, layer, kind)
-        while some := list(islice(found, _AT_A_TIME)):
-            snapshot.prefetch([key for piece in some for key in piece.keys])
-            for piece in some:
-                yield from piece.keys
-                if piece.raw or piece.owner not in bad_headers:
-                    _check_frame(snapshot, passing, reader, piece, layer, kind, where, report)
+        for piece in announced(snapshot, all_pieces(record, layer, kind)):
+            yield from piece.keys
+            if piece.raw or piece.owner not in bad_headers:
+                _check_frame(snapshot, passing, reader, piece, layer, kind, where, report)
     passing.release()
     if record.has_ids:
         yield from _check_ids(snapshot, record, where, reader.where, report)
