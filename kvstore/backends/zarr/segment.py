@@ -11,7 +11,7 @@ import struct
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
-from itertools import accumulate, chain, islice
+from itertools import accumulate, chain, islice, pairwise
 from operator import lt
 from typing import Final, NamedTuple, Protocol, TypeAlias
 
@@ -36,9 +36,9 @@ _DELETED: Final = 0xFFFF
 _WIDTHS: Final = {_ELSEWHERE: _PLACE.size, _DELETED: 0}
 # Index: lengths of the first keys, lengths of the blocks, their crcs; then the keys.
 _INDEX_ENTRY_BYTES: Final = 2 + 4 + 4
-_BLOCK_BYTES: Final = 8 << 10
+_BLOCK_BYTES: Final = 4 << 10
 # Blocks of one table that are kept parsed.
-_MOST_BLOCKS: Final = 256
+_MOST_BLOCKS: Final = 512
 # What is read first of a table that is not read whole: the footer, and mostly all of the index.
 _END_BYTES: Final = 64 << 10
 
@@ -378,11 +378,7 @@ def _ascend(keys: list[bytes]) -> bool:
 
 
 def _cut(data: bytes, at: int, lengths: Sequence[int]) -> list[bytes]:
-    parts = []
-    for length in lengths:
-        parts.append(data[at : at + length])
-        at += length
-    return parts
+    return [data[start:stop] for start, stop in pairwise(accumulate(lengths, initial=at))]
 
 
 def successor(prefix: bytes) -> bytes | None:
