@@ -468,3 +468,42 @@ def test_shards_take_the_place_of_the_last_tokens_chunk_too(place):
             "zarr.json",
         ]
         check_session(place, archive, "a")
+
+
+def shape_of(place, path):
+    return zarr.open_array(str(place), path=path, mode="r").shape
+
+
+def test_what_others_have_in_the_directory_is_left_alone(place, archive):
+    own = zarr.open_group(str(place)).create_array("own/x", shape=(4,), chunks=(2,), dtype="f4")
+    own[:] = 1
+    (place / "file").write_text("not a directory")
+    for name in ("own", "file", "own/x"):
+        add(archive, name, BLOCK).close()
+    for group in ("own.2", "file.2", "own=2Fx"):
+        assert shape_of(place, f"{group}/k_000") == (2, BLOCK, 8)
+    archive.gc()
+    assert zarr.open_array(str(place), path="own/x", mode="r")[:].tolist() == [1] * 4
+    assert (place / "file").read_text() == "not a directory"
+
+
+def test_a_session_without_documents_does_not_keep_back_others(place):
+    with kvstore.open(f"zarr:{place}", "a", grace_seconds=0) as archive:
+        for name in "ab":
+            add(archive, name, BLOCK).close()
+        document = place / "a/k_000/zarr.json"
+        document.unlink()
+        document.mkdir()
+        (document / "x").write_text("in the way")
+        for name in "ab":
+            with archive.session(name) as session:
+                go_on(session, BLOCK, seed=1)
+        assert shape_of(place, "b/k_000") == (2, 2 * BLOCK, 8)
+        archive.delete_session("b")
+        add(archive, "c", BLOCK).close()
+        assert shape_of(place, "c/k_000") == (2, BLOCK, 8)
+        archive.gc()
+        assert not (place / "b").exists()
+        shutil.rmtree(document)
+        add(archive, "d", BLOCK).close()
+        check_session(place, archive, "a")

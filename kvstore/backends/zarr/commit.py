@@ -10,6 +10,7 @@ import contextlib
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from kvcodecs.errors import Corrupt, Full, KvError, Locked, Truncated, Unsupported
 
@@ -24,6 +25,7 @@ from .commits import (
     n_to_merge,
     segment_name,
 )
+from .documents import FILE_NAME
 from .doomed import A_FEW, OF_TABLES, free_due, sweep
 from .objects import Objects, Writer
 from .places import ROOT, doomed_key, pack_json
@@ -80,11 +82,13 @@ def commit_changes(
     due_ns = free_due(base, now_ns + int(grace_seconds * 1e9))
     delta: dict[bytes, Entry] = {}
     deleted: list[str] = []
-    if not left_over:  # a document that is put late must not be of a group that has gone
+    if not (
+        left_over.closed or left_over.hidden
+    ):  # a document that is put late must not be of a group that has gone
         swept = sweep(objects, base, now_ns, sweep_most, writer.check)
         delta.update((key, _entry(value)) for key, value in swept.puts.items())
         deleted = swept.deleted
-    placed = place(base, changes, shared.names, due_ns)
+    placed = place(base, changes, shared.names, due_ns, partial(_is_foreign, objects))
     try:
         store_frames(objects, writer, placed)
     except Full:
@@ -144,11 +148,12 @@ def catch_up(shared: Shared, head: Head, writer: Writer) -> Sync:
     if head.commit is None or shared.synced == head.number or not head.commit.sync:
         return Sync()
     try:
-        view.sync(shared.objects, View(head.tables), head.commit.sync, writer.check)
+        left = view.sync(shared.objects, View(head.tables), head.commit.sync, writer.check)
     except KvError:
         return head.commit.sync
-    shared.synced = head.number
-    return Sync()
+    if not left:
+        shared.synced = head.number
+    return left
 
 
 def delete_merged(objects: Objects, number: int, run: Sequence[Listed]) -> None:
@@ -159,6 +164,13 @@ def delete_merged(objects: Objects, number: int, run: Sequence[Listed]) -> None:
         if older < number:
             objects.delete([commit_key(older)])
     objects.delete([listed.key for listed in run if not listed.is_commit])
+
+
+def _is_foreign(objects: Objects, group: str) -> bool:
+    """Whether a group is somebody's own, or a file has its name."""
+    if group == FILE_NAME or (not objects.is_remote and objects.exists(group)):
+        return True
+    return objects.exists(f"{group}/{FILE_NAME}")
 
 
 def _entry(value: bytes | None) -> Entry:

@@ -7,14 +7,13 @@ other. Deleted objects stay for a while, since snapshots may still read them. FO
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from kvcodecs.spec import Kind
 
 from ... import keys
-from .documents import FILE_NAME
 from .places import (
     IN_ARRAY,
     IN_SHARD,
@@ -106,7 +105,13 @@ class Placed:
     sync: Sync = field(default_factory=Sync)
 
 
-def place(base: Lookup, changes: Changes, names: Mapping[int, str], due_ns: int) -> Placed:
+def place(
+    base: Lookup,
+    changes: Changes,
+    names: Mapping[int, str],
+    due_ns: int,
+    is_foreign: Callable[[str], bool],
+) -> Placed:
     """Return what a transaction does to objects.
 
     Parameters
@@ -119,14 +124,22 @@ def place(base: Lookup, changes: Changes, names: Mapping[int, str], due_ns: int)
         Names of the sessions to be that owners belong to which no record names yet.
     due_ns
         When doomed objects may be deleted: nanoseconds since 1970.
+    is_foreign
+        Whether something else has the path of a group that is free.
     """
-    return _Placing(base, changes, names, due_ns).run()
+    return _Placing(base, changes, names, due_ns, is_foreign).run()
 
 
 class _Placing:
     def __init__(
-        self, base: Lookup, changes: Changes, names: Mapping[int, str], due_ns: int
+        self,
+        base: Lookup,
+        changes: Changes,
+        names: Mapping[int, str],
+        due_ns: int,
+        is_foreign: Callable[[str], bool],
     ) -> None:
+        self._is_foreign = is_foreign
         self._base, self._changes, self._names = base, changes, names
         self._placed = Placed()
         self._doomed: list[str] = []
@@ -206,7 +219,7 @@ class _Placing:
     def _take_group(self, owner: int, name: str) -> Home:
         wanted = group_of(name)
         group, number = wanted, 1
-        while self.raw(group_key(group)) is not None or group == FILE_NAME:
+        while self.raw(group_key(group)) is not None or self._is_foreign(group):
             number += 1
             group = f"{wanted}.{number}"
         home = Home(group)

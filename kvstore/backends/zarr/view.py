@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvcodecs.errors import Corrupt, KvError
+from kvcodecs.errors import Corrupt, InvalidArgument, KvError
 from kvcodecs.frame import open_record
 from kvcodecs.spec import Kind
 
@@ -45,7 +45,7 @@ def begin(objects: Objects) -> None:
     objects.put(ROOT + FILE_NAME, stub_document(_ABOUT_INTERNAL))
 
 
-def sync(objects: Objects, lookup: Lookup, what: Sync, still_mine: Callable[[], None]) -> None:
+def sync(objects: Objects, lookup: Lookup, what: Sync, still_mine: Callable[[], None]) -> Sync:
     """Bring the documents of some sessions to what is committed; again does no harm.
 
     Parameters
@@ -54,14 +54,23 @@ def sync(objects: Objects, lookup: Lookup, what: Sync, still_mine: Callable[[], 
         What is stored as of the commit.
     still_mine
         As for `Objects.put_frames`.
+
+    Returns
+    -------
+    Sync
+        What was refused: a session whose documents cannot be put does not keep back others.
     """
+    left = Sync()
     stub = stub_document(_ABOUT_CLOSED)
     objects.put_all(((f"{group}/{FILE_NAME}", stub) for group in what.closed), still_mine)
     shown: set[str] = set()
     for name in what.sessions:
         stored = stored_session(lookup, name, lookup.raw(keys.session_key(name)))
         if stored is not None:
-            shown.update(_show(objects, lookup, stored, still_mine))
+            try:
+                shown.update(_show(objects, lookup, stored, still_mine))
+            except InvalidArgument:
+                left.sessions.append(name)
     closed = set(what.closed)
     hidden = {f"{path}/{FILE_NAME}": path.partition("/")[0] in closed for path in what.hidden}
     still_mine()
@@ -72,6 +81,7 @@ def sync(objects: Objects, lookup: Lookup, what: Sync, still_mine: Callable[[], 
         [(key, stub) for key, is_closed in hidden.items() if not is_closed and key not in shown],
         still_mine,
     )
+    return left
 
 
 def _show(
