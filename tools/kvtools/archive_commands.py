@@ -100,13 +100,13 @@ COMMANDS = {
     ),
     "gc": Command(
         "upkeep",
-        "Free the space of what killed writers left behind; the file keeps its size.",
+        "Free the space of what killed writers left; in zarr, of what was deleted an hour ago too.",
         add_archive,
         "kvstore gc chats.kv",
     ),
     "seal": Command(
         "seal",
-        "Finish sessions: nothing is appended to them any more; their blocks may share objects.",
+        "Finish sessions: from then on only read and forked; their blocks may share objects.",
         _add_seal,
         "kvstore seal zarr:chats.zarr --shard",
     ),

@@ -36,6 +36,7 @@ is read back within a stated error by decoding only the blocks that cover it.
 ADVICE = {
     "open it with mode='r'": "get write access to it, or copy it and write to the copy",
     "open it with mode='a' to begin an archive": "kvstore pack begins an archive",
+    "open it with mode='a' to begin one": "kvstore pack begins one",
     "reopen with a larger map_size": "remove sessions, or pack into another archive",
     "use Raw() or a larger bound": "use --codec raw or a larger bound",
     "ask for float32": "use --dtype float32",

@@ -8,6 +8,9 @@ from typing import NamedTuple
 
 from kvtools.values import path
 
+#: What an archive may be; FOLDER alone does for a zarr archive that is there.
+PLACES = "FOLDER, zarr:FOLDER, s3://bucket/prefix or icechunk:FOLDER"
+
 
 class Command(NamedTuple):
     """A command.
@@ -32,4 +35,4 @@ class Command(NamedTuple):
 
 def add_archive(parser: argparse.ArgumentParser) -> None:
     """Add the archive, which exists."""
-    parser.add_argument("archive", type=path, metavar="ARCHIVE")
+    parser.add_argument("archive", type=path, metavar="ARCHIVE", help=PLACES)

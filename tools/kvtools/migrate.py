@@ -15,6 +15,7 @@ from kvcodecs.codec import CodecConfig
 from kvcodecs.errors import InvalidArgument
 
 import kvstore
+from kvstore.catalog import listed_names
 from kvstore.migration.plan import chosen_names
 from kvstore.place import MEMORY_PREFIX, Place
 from kvtools.formats.foreign import (
@@ -124,7 +125,10 @@ def _export(
 
 def _take_in(args: argparse.Namespace, codec: CodecConfig | None) -> kvstore.Migrated:
     if _foreign_target(args):
-        raise InvalidArgument(f"{args.target}: no archive, nor is {args.source}; go through one")
+        raise InvalidArgument(
+            f"{args.target}: no archive, nor is {args.source}; go to an archive "
+            "first, and on from there"
+        )
     if args.source.startswith(ZARR2_PREFIX):
         from kvtools.formats.zarr2_import import zarr2_sessions
 
@@ -157,13 +161,14 @@ def _unpack(args: argparse.Namespace) -> int:
     """Unpack one session to a safetensors file."""
     if args.codec is not None:
         args.parser.error("--codec does not go with a safetensors file, which is not coded")
-    name: list[str] = []
-    if args.sessions is not None:
-        with kvstore.open(args.source) as archive:
-            names = chosen_names(archive.names(), args.sessions, args.source)
-        if len(names) != 1:
-            raise InvalidArgument(f"{args.target}: holds one session, not {len(names)}")
-        name = ["--session", names[0]]
+    with kvstore.open(args.source) as archive:
+        names = chosen_names(archive.names(), args.sessions, args.source)
+    if len(names) > 1:
+        raise InvalidArgument(
+            f"{args.target}: holds one session, not {len(names)}; choose one with --sessions: "
+            f"{listed_names(names)}"
+        )
+    name = ["--session", names[0]] if names else []
     return _delegate(args, ["unpack", args.source, args.target, *name])
 
 
@@ -210,7 +215,7 @@ def _show(args: argparse.Namespace, done: kvstore.Migrated) -> None:
         return
     if done.flattened:
         note(
-            f"coded anew with frames of their own, shared no more: {listed(done.flattened)}",
+            f"frames of their own now, shared no more: {listed(done.flattened)}",
             quiet=args.quiet,
         )
     if args.quiet:
@@ -227,5 +232,5 @@ def _show(args: argparse.Namespace, done: kvstore.Migrated) -> None:
     print(
         f"{args.target}: {', '.join(parts) or 'no sessions'}; {size_text(done.n_bytes)} in "
         f"{done.seconds:.2f} s ({rate_text(done.n_bytes, done.seconds)})"
-        f"{', all read again' if done.verified else ''}"
+        f"{', all read again' if done.verified and (done.moved or done.recoded) else ''}"
     )

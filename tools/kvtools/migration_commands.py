@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from kvtools.command import Command
+from kvtools.command import PLACES, Command
 from kvtools.packing_commands import add_codec
 from kvtools.values import path, up_to
 
@@ -16,21 +16,21 @@ def _add_migrate(parser: argparse.ArgumentParser) -> None:
         "source",
         type=path,
         metavar="SRC",
-        help="an archive (a folder, zarr:FOLDER, s3://bucket/prefix); or a folder of .tkv files, "
-        "zarr2:FOLDER, or a safetensors file as pack takes it",
+        help=f"an archive ({PLACES}); or a folder of .tkv files, zarr2:FOLDER, or a safetensors "
+        "file as pack takes it",
     )
     parser.add_argument(
         "target",
         type=path,
         metavar="DST",
-        help="an archive, begun if missing; or NAME.tkvdir for .tkv files, zarr2:FOLDER for arrays "
-        "of zarr format 2, or NAME.safetensors for one session decoded",
+        help="an archive, begun if missing; or NAME.tkvdir for .tkv files, which hold TKV1 alone, "
+        "zarr2:FOLDER for arrays of zarr format 2, or NAME.safetensors for one session decoded",
     )
     parser.add_argument(
         "--sessions",
         nargs="+",
         metavar="NAME",
-        help="names, or patterns with *, ? and [...] (default: all)",
+        help="names, or patterns with *, ? and [...], quoted (default: all)",
     )
     add_codec(parser, default=None)
     parser.add_argument(
@@ -42,7 +42,8 @@ def _add_migrate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="go on where a migration was killed; pass over sessions that DST has already",
+        help="go on where a migration was killed, which DST.partial keeps; pass over sessions that "
+        "DST has already",
     )
     parser.add_argument(
         "--verify",
@@ -64,6 +65,6 @@ COMMANDS = {
         "migrate",
         "Copy sessions to another archive or format: byte for byte, or coded anew with --codec.",
         _add_migrate,
-        "kvstore migrate chats.kv zarr:chats.zarr --sessions alice/*",
+        "kvstore migrate chats.kv zarr:chats.zarr --sessions 'alice/*'",
     ),
 }

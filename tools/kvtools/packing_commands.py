@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from kvtools.command import Command
+from kvtools.command import PLACES, Command, add_archive
 from kvtools.values import (
     block_size,
     count,
@@ -62,7 +62,9 @@ def _add_pack(parser: argparse.ArgumentParser) -> None:
         "[layers][heads][tokens][head_dim]; or layers.N.k_pre, layers.N.k and layers.N.v, "
         "[heads][tokens][head_dim]; F16, BF16 or F32; token_ids if it has them",
     )
-    parser.add_argument("archive", type=path, metavar="ARCHIVE", help="archive, created if missing")
+    parser.add_argument(
+        "archive", type=path, metavar="ARCHIVE", help=f"created if missing: {PLACES}"
+    )
     parser.add_argument("--session", metavar="NAME", help="session name (default: INPUT's stem)")
     parser.add_argument(
         "--replace", action="store_true", help="replace the session if the archive has it"
@@ -151,7 +153,7 @@ def _add_pack(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_unpack(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("archive", type=path, metavar="ARCHIVE")
+    add_archive(parser)
     parser.add_argument("output", type=path, metavar="OUT.safetensors")
     parser.add_argument("--session", metavar="NAME", help="(default: the only one)")
     parser.add_argument(

@@ -51,7 +51,7 @@ def run_gc(args: argparse.Namespace) -> int:
     if args.json:
         show_json({"archive": args.archive, "freed_bytes": n_bytes})
     elif not args.quiet:
-        print(f"{args.archive}: {size_text(n_bytes)} freed for what is written next")
+        print(f"{args.archive}: {size_text(n_bytes)} freed")
     return 0
 
 

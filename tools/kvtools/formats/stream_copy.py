@@ -151,9 +151,9 @@ class StreamCopy:
         return coding.codec, coding.params, header
 
 
-def refused(copy: StreamCopy, why: str) -> InvalidArgument:
-    """Return why a format cannot hold a stream as it is."""
-    return InvalidArgument(f"{copy.where}: {why}; coded anew it fits: --codec")
+def refused(copy: StreamCopy, why: str, option: str = "--codec") -> InvalidArgument:
+    """Return why a format cannot hold a stream as it is, and the option with which it can."""
+    return InvalidArgument(f"{copy.where}: {why}; coded anew it fits: {option}")
 
 
 def check_alike(copy: StreamCopy, block: Block, params: Any, header: bytes) -> None:

@@ -47,7 +47,8 @@ TKV1_NUMBER = 1
 def _check_header(copy: StreamCopy) -> None:
     header = copy.header()
     if header is not None and header[0].number != TKV1_NUMBER:
-        raise refused(copy, f"is coded with {header[0].name}, and .tkv files hold TKV1")
+        why = f"is coded with {header[0].name}, and .tkv files hold TKV1"
+        raise refused(copy, why, "--codec tkv1")
 
 
 def write_session(
