@@ -92,7 +92,7 @@ def commit_changes(
     try:
         store_frames(objects, writer, placed)
     except Full:
-        take_back(objects, base, placed)
+        take_back(objects, writer, base, placed)
         raise
     for name, shard_bytes in (shards or {}).items():
         stored = stored_session(base, name, base.raw(keys.session_key(name)))

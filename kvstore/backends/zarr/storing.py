@@ -59,10 +59,11 @@ def _copy(objects: Objects, pairs: Sequence[tuple[str, str]], writer: Writer) ->
                 objects.copy([pair], writer.check)
 
 
-def take_back(objects: Objects, base: Lookup, placed: Placed) -> None:
+def take_back(objects: Objects, writer: Writer, base: Lookup, placed: Placed) -> None:
     """Delete frames of a transaction that found no room, as far as nothing else is there.
 
     What could not be done here is a leftover for `collect`.
     """
     with contextlib.suppress(KvError):
+        writer.check()
         objects.delete(unused(base, [key for key, _ in placed.frames]))
