@@ -863,7 +863,7 @@ OPERATIONS = {
     "put_new": (lambda o: o.put_new("a/new", b"x"), "PUT .*a/new$", True),
     "frames": (lambda o: o.put_frames([("a/b", b"x")], never), "PUT .*a/b$", None),
     "replaced": (lambda o: o.put_frames([("a/b", b"y")], bool), "PUT .*a/b$", None),
-    "copy": (lambda o: o.copy([("a/b", "a/c")], bool), "PUT .*a/c$", None),
+    "copy": (lambda o: o.copy([("a/b", "a/c")], bool), r"(PUT|POST) .*a/c\?", None),
     "delete": (lambda o: o.delete(["a/b", "a/c"]), "POST .*delete", None),
     "list": (lambda o: [f.key for f in o.list("a/")], "GET .*list-type", ["a/b"]),
 }

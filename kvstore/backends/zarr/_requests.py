@@ -26,6 +26,7 @@ _REQUEST_SECONDS: Final = "30s"
 _FIRST_PAUSE: Final = 0.1
 _LONGEST_PAUSE: Final = 5.0
 _LIST_CHUNK: Final = 1000
+_S3: Final = ("s3://", "s3a://")
 _NO_BUCKET: Final = ("NoSuchBucket", "ContainerNotFound", "bucket does not exist")
 _NO_SPACE: Final = ("StorageFull", "QuotaExceeded", "507 Insufficient")
 # Where clouds tell machines their credentials; asked when none are given.
@@ -130,6 +131,9 @@ class Requests:
         self._process = _used_by = os.getpid()
         try:
             config, client = _split(options or {}, url)
+            if url.lower().startswith(_S3):
+                # S3 has no conditional copy but this one, as the only part of an upload.
+                config.setdefault("copy_if_not_exists", "multipart")
             self._store = stores.from_url(
                 url, config=config, client_options=client, retry_config={"max_retries": 0}
             )
@@ -199,6 +203,32 @@ class Requests:
         """Replace an object that still has a tag and return its new one; None if it has not."""
         most = self._max_retries if max_retries is None else max_retries
         return self._put_if(key, data, {"e_tag": tag}, tag, most)
+
+    def copy_new(self, source: str, target: str) -> bool:
+        """Let the storage copy an object to where there is none.
+
+        Returns
+        -------
+        bool
+            False if there is one, or the storage cannot.
+
+        Raises
+        ------
+        NotFound
+            There is no such object to copy.
+        """
+
+        def act() -> bool:
+            try:
+                self._api.copy(self._store, source, target, overwrite=False)
+            except (*self._taken, self._api.exceptions.NotSupportedError):
+                return False
+            except FileNotFoundError as error:
+                self._absent(error)
+                raise NotFound(f"{self.where}: no object {source!r} to copy") from error
+            return True
+
+        return self._call(target, act)
 
     def delete(self, keys: Sequence[str]) -> None:
         """Delete objects; absent ones are no error."""

@@ -162,7 +162,9 @@ class Bucket(Objects):
         return check_key(self._where, key)
 
     def _copy(self, source: str, target: str, still_mine: Callable[[], None]) -> None:
-        self._key(target)
+        if self._open().copy_new(self._key(source), self._key(target)):
+            return
+        # There is one, which may be a leftover: as with frames that are put.
         data = self.get(source)
         if data is None:
             raise NotFound(f"{self._where}: no object {source!r} to copy")
