@@ -66,7 +66,8 @@ def check_session(path, archive, name):
         if stream.n_tokens - max(stream.n_head_tokens, 0) > 0 or stream.header_bytes:
             n_sealed = stream.n_tokens // stream.block_tokens
         array = shown.pop(f"{stream.kind}_{stream.layer:03d}", None)
-        if not n_sealed:
+        has_blocks = n_sealed or (session.finished and stream.header_bytes)
+        if not has_blocks or not stream.n_tokens:
             assert array is None
             continue
         n_shown = stream.n_tokens if session.finished else n_sealed * stream.block_tokens
@@ -313,6 +314,17 @@ def test_documents_are_plain_json(place, archive):
     for path in place.rglob("zarr.json"):
         document = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(name))
         assert document["zarr_format"] == 3
+
+
+@pytest.mark.parametrize("n_tokens", [BLOCK - 20, BLOCK])
+def test_a_finished_session_of_less_than_a_block_is_shown(place, archive, n_tokens):
+    add(archive, "a", n_tokens).close()
+    archive.seal(["a"], shard_bytes=1 << 14)
+    check_session(place, archive, "a")
+    array = zarr_group_of(place, "a")["k_001"]
+    np.testing.assert_array_equal(array[:], archive.session("a").read(1, "k", dtype="float32"))
+    archive.gc()
+    check_session(place, archive, "a")
 
 
 @pytest.mark.parametrize("n_bytes", [None, 1 << 14])

@@ -36,6 +36,7 @@ from .places import (
 )
 from .places import Lookup as Lookup
 from .sessions import Stored, first_own, n_sealed, shared_blocks, stored_session
+from .tails import tail_tokens
 
 Changes: TypeAlias = Mapping[bytes, bytes | memoryview | None]
 
@@ -269,7 +270,7 @@ class _Placing:
         self._placed.sync.hidden += [
             array_of(group, *stream)
             for stream in old.record.streams
-            if n_sealed(old.record, stream)
+            if n_sealed(old.record, stream) or tail_tokens(old, stream)
         ]
         self._doom(trees=[group])
 

@@ -8,6 +8,7 @@ from kvcodecs.frame import open_frame
 from ... import keys
 from ...pieces import pieces
 from ...session_record import StreamName
+from ...spans import header_of
 from .objects import Objects
 from .places import Lookup, locations
 from .sessions import Stored, n_sealed
@@ -16,8 +17,9 @@ from .sessions import Stored, n_sealed
 def tail_tokens(stored: Stored, stream: StreamName) -> int:
     """Return how many tokens a finished session has behind its last whole block, in a frame."""
     state, record = stored.record.streams[stream], stored.record
-    n_whole = n_sealed(record, stream) * state.block_tokens
-    return record.n_tokens - state.start - n_whole if record.finished and n_whole else 0
+    if not record.finished or header_of(record, stream) is None:
+        return 0  # tokens that are all in a raw head have no block
+    return max(record.n_tokens - state.start, 0) - n_sealed(record, stream) * state.block_tokens
 
 
 def tail_frame(

@@ -96,15 +96,14 @@ def _show(
     shapes, tails = {}, {}
     for stream, state in record.streams.items():
         n_tokens = n_sealed(record, stream) * state.block_tokens
+        frame = tail_frame(objects, lookup, stored, stream)
+        if frame is not None:
+            tails[stream] = tail_tokens(stored, stream)
+            n_tokens += tails[stream]
+            if not home.shard_blocks:
+                documents[chunk_of(home.group, *stream, n_sealed(record, stream))] = frame
         if n_tokens:
             spec = model.stream(*stream)
-            frame = tail_frame(objects, lookup, stored, stream)
-            if frame is not None:
-                tails[stream] = tail_tokens(stored, stream)
-                n_tokens += tails[stream]
-                if not home.shard_blocks:
-                    number = n_sealed(record, stream)
-                    documents[chunk_of(home.group, *stream, number)] = frame
             shapes[stream] = spec.heads, n_tokens, spec.head_dim
     names = dimension_names(record, shapes)
     for stream, (_, n_tokens, _) in shapes.items():
