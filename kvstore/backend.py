@@ -147,6 +147,10 @@ class Snapshot(Protocol):
         """Return the last stored key that is less than `key`, or None."""
         ...
 
+    def zarr_group(self, owner: int) -> str | None:
+        """Return the path of the group where zarr finds the session of an owner; None elsewhere."""
+        ...
+
     def release(self, view: memoryview) -> None:
         """Let go of the memory behind a view; it can be read again, at the cost of a new read."""
         ...

@@ -100,6 +100,10 @@ class SessionInfo:
         Tokens before it were trimmed.
     pinned
         Whether eviction leaves it alone.
+    finished
+        Whether nothing is appended any more; see `Archive.seal`.
+    zarr_group
+        Path of the group that zarr sees it as; None in archives that are not zarr's.
     created, updated
         Unix time of creation and of the last commit, seconds.
     k_state
@@ -116,6 +120,8 @@ class SessionInfo:
     n_tokens: int
     first_token: int
     pinned: bool
+    finished: bool
+    zarr_group: str | None
     has_token_ids: bool
     k_state: str
     codecs: Mapping[Kind, Mapping[str, object]]
@@ -253,6 +259,8 @@ def session_info(
         n_tokens=record.n_tokens,
         first_token=record.first,
         pinned=record.pinned,
+        finished=record.finished,
+        zarr_group=snapshot.zarr_group(record.owner),
         has_token_ids=record.has_ids,
         k_state="post" if record.post else "pre",
         codecs={kind: config.to_json() for kind, config in record.codecs.items()},

@@ -31,6 +31,8 @@ class SessionEntry:
         Tokens before it were trimmed.
     pinned
         Whether eviction leaves it alone.
+    finished
+        Whether nothing is appended any more; see `Archive.seal`.
     created, updated, used
         Unix time of creation, of the last commit and of the last use that is known, seconds.
     """
@@ -41,6 +43,7 @@ class SessionEntry:
     first_token: int
     has_token_ids: bool
     pinned: bool
+    finished: bool
     created: int
     updated: int
     used: float
@@ -151,6 +154,7 @@ def list_sessions(
             first_token=record.first,
             has_token_ids=record.has_ids,
             pinned=record.pinned,
+            finished=record.finished,
             created=record.created,
             updated=record.updated,
             used=last_use(record, uses) / 1e9,

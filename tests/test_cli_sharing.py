@@ -477,7 +477,7 @@ def test_ls_filters_and_tells_more_if_asked(run, archive):
     assert [s["name"] for s in listed] == ["alice/1", "bob/1", "chat"]
     assert set(listed[0]) == {
         *("name", "model", "n_layers", "n_tokens", "first_token", "has_token_ids", "pinned"),
-        *("created", "updated", "used", "metadata"),
+        *("finished", "created", "updated", "used", "metadata"),
     }
     assert (listed[0]["first_token"], listed[0]["n_tokens"]) == (10, 64)
     assert (listed[1]["metadata"], listed[1]["pinned"]) == ({"user": "bob"}, True)

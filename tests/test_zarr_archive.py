@@ -300,6 +300,16 @@ def test_interleaved_rope_shows_k_in_the_order_of_the_tensor(place, archive):
     np.testing.assert_array_equal(got, session.read(0, "k", k_state="pre", dtype="float32"))
 
 
+def test_info_tells_the_group(place, archive):
+    add(archive, "a b", BLOCK)
+    info = archive.session("a b").info()
+    assert (info.zarr_group, info.finished) == ("a=20b", False)
+    assert zarr.open_group(str(place), mode="r")[f"{info.zarr_group}/v_001"].shape[1] == BLOCK
+    archive.seal()
+    assert archive.session("a b").info().finished
+    assert archive.sessions()[0].finished
+
+
 def test_metadata_and_model_are_attributes(place, archive):
     add(archive, "a", BLOCK, metadata={"user": "x"})
     about = zarr_group_of(place, "a").attrs["kvstore"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -84,11 +84,11 @@ class ArchiveArray:
     kind: Kind
     layer: int
     header_tag: int
-    header: bytes | None = None
+    header: bytes | None = field(default=None, repr=False)  # kilobytes
     header_array: str | None = None
     order: ChannelOrder | None = None
     tokens: int | None = None
-    more_headers: tuple[MoreHeader, ...] = ()
+    more_headers: tuple[MoreHeader, ...] = field(default=(), repr=False)
     tail: int = 0
 
     def to_json(self) -> dict[str, Any]:

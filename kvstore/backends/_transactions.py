@@ -78,6 +78,9 @@ class LmdbSnapshot:
         except lmdb.Error as error:
             raise self._translate(error) from error
 
+    def zarr_group(self, owner: int) -> str | None:
+        return None
+
     def release(self, view: memoryview) -> None:
         release_pages(view)
 
@@ -99,6 +102,9 @@ class LmdbTransaction(LmdbSnapshot):
         self._head: Head | None = None
         #: The error that LMDB allows nothing after but to roll back.
         self.failed: KvError | None = None
+
+    def zarr_group(self, owner: int) -> str | None:
+        return None
 
     def release(self, view: memoryview) -> None:
         """Nothing: the view may be of a changed page, which is nowhere else."""

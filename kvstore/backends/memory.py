@@ -111,6 +111,9 @@ class _MemorySnapshot:
         if time.monotonic() > self._expires:
             raise expired(self._where, self._seconds)
 
+    def zarr_group(self, owner: int) -> str | None:
+        return None
+
     def release(self, view: memoryview) -> None:
         """Nothing: the value is the only copy."""
 
@@ -141,6 +144,9 @@ class _MemoryTransaction:
 
     def before(self, key: bytes) -> bytes | None:
         return _before(sorted(self.items), key)
+
+    def zarr_group(self, owner: int) -> str | None:
+        return None
 
     def release(self, view: memoryview) -> None:
         """Nothing: the value is the only copy."""

@@ -281,6 +281,11 @@ class SharedSnapshot:
         with self._lock:
             return self._snapshot.before(key)
 
+    def zarr_group(self, owner: int) -> str | None:
+        """See `Snapshot.zarr_group`."""
+        with self._lock:
+            return self._snapshot.zarr_group(owner)
+
     def release(self, view: memoryview) -> None:
         """See `Snapshot.release`."""
         self._snapshot.release(view)

@@ -137,6 +137,8 @@ def _details(info: SessionInfo, *, layers: bool) -> dict[str, Any]:
         "n_tokens": info.n_tokens,
         "first_token": info.first_token,
         "pinned": info.pinned,
+        "finished": info.finished,
+        "zarr_group": info.zarr_group,
         **session_sizes(info),
         "identity": info.model.to_json(),
         "k_state": info.k_state,
@@ -211,6 +213,8 @@ def _show_session(info: SessionInfo, *, layers: bool) -> None:
         ("created", date_text(info.created)),
         ("committed", date_text(info.updated)),
         *((("pinned", "yes"),) if info.pinned else ()),
+        *((("sealed", "yes: nothing is appended any more"),) if info.finished else ()),
+        *((("zarr group", info.zarr_group),) if info.zarr_group is not None else ()),
     ]
     if info.metadata:
         text = json.dumps(dict(info.metadata), ensure_ascii=False)

@@ -74,6 +74,7 @@ def _to_json(entry: SessionEntry, info: SessionInfo | None) -> dict[str, Any]:
         "first_token": entry.first_token,
         "has_token_ids": entry.has_token_ids,
         "pinned": entry.pinned,
+        "finished": entry.finished,
         "created": entry.created,
         "updated": entry.updated,
         "used": entry.used,
@@ -83,14 +84,16 @@ def _to_json(entry: SessionEntry, info: SessionInfo | None) -> dict[str, Any]:
 
 
 def _show(entries: list[SessionEntry], infos: dict[str, SessionInfo]) -> None:
-    # Most archives have neither trimmed nor pinned sessions: their tables stay without the columns.
+    # Most archives have no such sessions: their tables stay without the columns.
     trimmed = any(entry.first_token for entry in entries)
     pinned = any(entry.pinned for entry in entries)
+    sealed = any(entry.finished for entry in entries)
     columns = (
         *("session", "model", "layers", "tokens"),
         *(("first token",) if trimmed else ()),
         *(("bits/value", "size") if infos else ()),
         *(("pinned",) if pinned else ()),
+        *(("sealed",) if sealed else ()),
         "last use (UTC)",
     )
     rows = []
@@ -103,6 +106,8 @@ def _show(entries: list[SessionEntry], infos: dict[str, SessionInfo]) -> None:
             row += [number_text(info.bits_per_value, 3), size_text(info.total_bytes)]
         if pinned:
             row.append("yes" if entry.pinned else "")
+        if sealed:
+            row.append("yes" if entry.finished else "")
         rows.append([*row, date_text(entry.used).removesuffix(" UTC")])
     show_table("", columns, rows)
 

@@ -21,6 +21,6 @@ def run_seal(args: argparse.Namespace) -> int:
     if args.json:
         show_json({"archive": args.archive, "sealed": done, "shard_bytes": shard_bytes})
     elif not args.quiet:
-        how = ", their blocks in shards" if shard_bytes else ""
+        how = ", their blocks in shards" if shard_bytes and done else ""
         print(f"{args.archive}: {count_text(len(done), 'session')} sealed{how}")
     return 0

@@ -179,6 +179,10 @@ class ZarrSnapshot(View):
                 self._prefetched[key] = data
                 self._n_prefetched += len(data)
 
+    def zarr_group(self, owner: int) -> str | None:
+        home = home_of(self, owner)
+        return None if home is None else home.group
+
     def release(self, view: memoryview) -> None:
         """Nothing: who has the view has the only reference to its memory."""
 
