@@ -71,7 +71,7 @@ VERSIONS: Final = (
         first_release="0.1.0",
         change="sessions share frames: parts, lists of users, and the prefix index",
         reading="natively",
-        backends=("lmdb",),
+        backends=("lmdb", "zarr"),
         step=_index,
     ),
 )
