@@ -390,7 +390,7 @@ def test_many_processes_that_are_killed(path):
 @pytest.mark.parametrize("kills", [False, True])
 def test_many_processes_and_eviction(path, kills):
     """As much as 200 sessions hold does not fit: the least used go, none while it is read."""
-    make(path, quota=2 << 20)
+    make(path, quota=1 << 20)  # full within seconds also where little time is left
     n_steps, _, n_evicted = run_workers(path, 8, 200, 30, seed=5, evicts=True, kills=kills)
     assert n_steps > 100
     assert n_evicted > 5
