@@ -21,6 +21,7 @@ from typing import Final
 
 from kvcodecs.errors import Closed, Full, InvalidArgument, Locked
 
+from .files import has_name
 from .forklock import ForkLock
 
 LEASE_DIRECTORY: Final = "leases"
@@ -46,7 +47,7 @@ class FileLease:
         with self._lock:
             if self._fd < 0:
                 raise Closed(f"{self._archive}: the lease of session {self._name!r} was given back")
-            if not _is_named(self._fd, self._path):
+            if not has_name(self._fd, self._path):
                 raise lost(self._archive, self._name)
         self.renew()
 
@@ -73,7 +74,7 @@ class FileLease:
                 os.unlink(self._path)
             else:
                 with _names(os.path.dirname(self._path)) as mine:
-                    if mine and _is_named(fd, self._path):
+                    if mine and has_name(fd, self._path):
                         os.unlink(self._path)
         os.close(fd)
 
@@ -129,7 +130,7 @@ def take_file_lease(
             fd = _open_and_lock(path)
             if fd is None:
                 raise locked(archive, name)
-            if _is_named(fd, path):
+            if has_name(fd, path):
                 return _held_lease(fd, path, archive, name, expires)
             # Released and unlinked by its holder between our open and our flock: try the new one.
             os.close(fd)
@@ -271,12 +272,3 @@ def lost(archive: str, name: str) -> Locked:
         f"{archive}: the lease of session {name!r} expired and another appender took it; reopen "
         "the session and append again from its n_committed"
     )
-
-
-def _is_named(fd: int, path: str) -> bool:
-    try:
-        named = os.stat(path)
-    except FileNotFoundError:
-        return False
-    held = os.fstat(fd)
-    return (named.st_dev, named.st_ino) == (held.st_dev, held.st_ino)

@@ -13,6 +13,7 @@ from typing import Final
 
 from kvcodecs.errors import Full, InvalidArgument, Locked
 
+from ..files import sync_folder
 from ._compact import Progress, Stopped, check_copy, check_unused, copy_pages, give_owner
 from ._directory import DATA_FILE, NO_SPACE, check_directory
 from ._environment import Environment, is_open_here
@@ -65,7 +66,7 @@ def back_up(source: Environment, place: str, shown: str, progress: Progress | No
             with contextlib.suppress(OSError):
                 _remove(new)
             raise
-        _sync(os.path.dirname(place))
+        sync_folder(os.path.dirname(place))
     except Stopped as stopped:
         raise stopped.by from None
     except OSError as error:
@@ -88,7 +89,7 @@ def _fill(source: Environment, new: str, shown: str, progress: Progress | None) 
     with contextlib.suppress(PermissionError):
         os.chown(new, like.st_uid, like.st_gid)
     os.chmod(new, stat.S_IMODE(like.st_mode))
-    _sync(new)
+    sync_folder(new)
 
 
 def _remove(new: str) -> None:
@@ -99,11 +100,3 @@ def _remove(new: str) -> None:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(os.path.join(new, DATA_FILE))
         os.rmdir(new)
-
-
-def _sync(directory: str) -> None:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -17,6 +17,7 @@ from typing import Any, Final, TypeAlias
 import lmdb
 from kvcodecs.errors import Corrupt, Full, InvalidArgument, Locked
 
+from ..files import sync_folder
 from ._directory import (
     COMPACTED_DATA_FILE,
     COMPACTED_LOCK_FILE,
@@ -248,11 +249,7 @@ def _swap(directory: str) -> None:
     os.rename(os.path.join(directory, COMPACTED_DATA_FILE), os.path.join(directory, DATA_FILE))
     # If the system dies before this is done, it is the old one or the new one.
     with contextlib.suppress(OSError):
-        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        sync_folder(directory)
 
 
 def _remove_leftovers(directory: str) -> None:

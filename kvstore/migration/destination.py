@@ -15,6 +15,7 @@ from pathlib import Path
 
 from kvcodecs.errors import InvalidArgument, Locked
 
+from ..files import sync_folder
 from ..place import Place
 
 
@@ -63,19 +64,11 @@ def move_into_place(partial: Path, target: Path) -> None:
         Something has been put there meanwhile.
     """
     for folder in (partial, partial.parent):
-        _sync(folder)
+        sync_folder(folder)
     try:
         os.rename(partial, target)
     except OSError as error:
         raise InvalidArgument(
             f"{target}: cannot be put there: {error.strerror}; {partial} is whole, rename it"
         ) from error
-    _sync(target.parent)
-
-
-def _sync(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    sync_folder(target.parent)

@@ -14,6 +14,8 @@ from typing import Final
 
 from kvcodecs.errors import Closed, Locked
 
+from ...files import has_name
+
 _FIRST_PAUSE: Final = 0.0005
 _LONGEST_PAUSE: Final = 0.02
 
@@ -118,7 +120,7 @@ def _take(path: str, where: str, deadline: float) -> FileWriter | None:
                     return None
                 time.sleep(min(left, pause * random.uniform(0.5, 1.0)))
                 pause = min(pause * 2, _LONGEST_PAUSE)
-            if _has_name(fd, path):
+            if has_name(fd, path):
                 return writer
         except BaseException:
             writer._release()
@@ -132,15 +134,6 @@ def _try_lock(fd: int) -> bool:
     except BlockingIOError:
         return False
     return True
-
-
-def _has_name(fd: int, path: str) -> bool:
-    try:
-        named = os.stat(path)
-    except FileNotFoundError:
-        return False
-    held = os.fstat(fd)
-    return (named.st_dev, named.st_ino) == (held.st_dev, held.st_ino)
 
 
 def _locked(where: str, timeout: float) -> Locked:
