@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -9,7 +11,7 @@ import pytest
 
 import kvstore
 from kvstore import KVR1, TKV1, Raw, keys
-from kvstore.migration import spreading
+from kvstore.migration import ends, spreading
 
 distributed = pytest.importorskip("distributed")
 
@@ -97,18 +99,144 @@ def test_errors_of_workers_are_ours(source, tmp_path, scheduler, run, monkeypatc
     assert stored(tmp_path / "d.kv") == stored(source)
 
 
+@pytest.mark.parametrize("address", ["foo", "tcp://h:po", "bar://x:1", "tcp://nowhere.invalid:1"])
+def test_an_address_that_cannot_be_used(source, tmp_path, address):
+    code = [sys.executable, "-P", "-m", "kvtools", "migrate", source, tmp_path / "b.kv", "--dask"]
+    done = subprocess.run([*code, address], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"kvstore: error: {address}: no Dask scheduler answers: ")
+    assert done.stderr.count("\n") == 1
+
+
 def test_a_worker_that_writes_elsewhere_is_noticed(source, tmp_path):
     """As on a machine that does not share the folder."""
-    ends = spreading.Ends(str(source), str(tmp_path / "b"), {}, {}, None, 1.0)
+    here = ends.Ends(str(source), str(tmp_path / "b"), {}, {}, None, 1.0)
     with kvstore.open(source) as archive, archive._read() as snapshot:
         value = bytes(snapshot.get(keys.session_key("raw")))
     with pytest.raises(kvstore.NotFound, match="not there on"):
-        spreading.move_streams(ends, "raw", value, [(0, "k")], True, True, frozenset())
+        spreading.move_streams(here, "raw", value, [(0, "k")], True, True, frozenset())
     (tmp_path / "b").mkdir()
     with pytest.raises(kvstore.NotFound, match="another one than the client's"):
-        spreading.move_streams(ends, "raw", value, [(0, "k")], True, True, frozenset())
+        spreading.move_streams(here, "raw", value, [(0, "k")], True, True, frozenset())
     with pytest.raises(kvstore.Locked, match="has changed since the migration began"):
-        spreading.move_streams(ends, "raw", value + b"x", [(0, "k")], True, True, frozenset())
+        spreading.move_streams(here, "raw", value + b"x", [(0, "k")], True, True, frozenset())
+
+
+FREEZE = """
+import faulthandler, gc, os, sys, threading, time, _thread
+from kvstore.migration.interpreter import keep_from_freezing
+faulthandler.dump_traceback_later(30, exit=True)
+keep_from_freezing()
+keep_from_freezing()
+
+def start_a_thread(phase, info):  # what a finalizer does that lets go of the GIL at a bad moment
+    if inside and threading.get_ident() == main:
+        _thread.start_new_thread(int, ())
+
+def work():
+    while True:
+        (lambda: time.sleep(0.0003))()
+
+inside, main = False, threading.get_ident()
+for _ in range(10):
+    threading.Thread(target=work, daemon=True).start()
+gc.callbacks.append(start_a_thread)
+gc.set_threshold(7)
+for _ in range(500):
+    inside = True
+    assert main in sys._current_frames()
+    inside = False
+    assert gc.isenabled()
+    time.sleep(0.0005)
+os._exit(0)
+"""
+
+
+def test_a_profiler_does_not_freeze_the_process():
+    """As python/cpython#106883, which has not been mended in CPython 3.11.0 to 3.11.8."""
+    subprocess.run([sys.executable, "-c", FREEZE], check=True, timeout=60, capture_output=True)
+
+
+def test_workers_are_kept_from_freezing(source, tmp_path, cluster, scheduler):
+    kvstore.migrate(source, tmp_path / "b.kv", dask=scheduler)
+    with distributed.Client(scheduler, set_as_default=False) as client:
+        done = client.run(lambda: getattr(sys._current_frames, "collects_nothing", False))
+    assert set(done.values()) == {sys.version_info < (3, 11, 9)}
+
+
+def test_a_worker_that_is_silent_is_named(source, tmp_path, cluster, scheduler, monkeypatch):
+    """Nobody waits for ever for tasks that it has."""
+    monkeypatch.setattr(spreading, "_LOOK_SECONDS", 0.3)
+    monkeypatch.setattr(spreading, "_SILENT_SECONDS", 3.0)
+    monkeypatch.setattr(spreading, "_CLOSE_SECONDS", 0.5)
+    worker = cluster.workers[0]
+    os.kill(worker.process.pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(kvstore.Locked, match=f"worker {worker.worker_address} has .* tasks"):
+            kvstore.migrate(source, tmp_path / "b.kv", dask=scheduler)
+    finally:
+        os.kill(worker.process.pid, signal.SIGCONT)
+    kvstore.migrate(source, tmp_path / "b.kv", dask=scheduler, resume=True)
+    assert stored(tmp_path / "b.kv") == stored(source)
+
+
+def test_a_cluster_without_workers(source, tmp_path, monkeypatch):
+    monkeypatch.setattr(spreading, "_LOOK_SECONDS", 0.2)
+    monkeypatch.setattr(spreading, "_NOBODY_SECONDS", 1.0)
+    with (
+        distributed.LocalCluster(
+            n_workers=0, dashboard_address="127.0.0.1:0", silence_logs=50
+        ) as empty,
+        pytest.raises(kvstore.Locked, match="has had no workers"),
+    ):
+        kvstore.migrate(source, tmp_path / "b.kv", dask=empty.scheduler_address)
+
+
+def test_workers_keep_archives_open(source, tmp_path, cluster, scheduler):
+    """Between the tasks of a migration, not longer."""
+
+    def opened(dask_worker):
+        from kvstore.migration import ends
+
+        if not hasattr(ends, "n_opened"):
+            ends.n_opened, before = 0, ends.open_archive
+
+            def counted(*args, **options):
+                ends.n_opened += 1
+                return before(*args, **options)
+
+            ends.open_archive = counted
+        return ends.n_opened, len(ends._idle), dask_worker.address
+
+    with distributed.Client(scheduler, set_as_default=False) as client:
+        before = client.run(opened)
+        done = kvstore.migrate(source, tmp_path / "b.kv", codec=TKV1(step=0.5), dask=scheduler)
+        after = client.run(opened)
+    assert len(done.recoded) == 11
+    assert all(after[worker][0] - before[worker][0] <= 1 for worker in after)
+    assert all(n_idle == 0 for _, n_idle, _ in after.values())
+    kvstore.compact(tmp_path / "b.kv")
+
+
+def test_archives_that_nobody_closed_are_closed(source, tmp_path, monkeypatch):
+    monkeypatch.setattr(ends, "_IDLE_SECONDS", 0.4)
+    kvstore.migrate(source, tmp_path / "b.kv", sessions="raw")
+    both = ends.Ends(str(source), str(tmp_path / "b.kv"), {}, {}, {}, 1.0, "run")
+    with kvstore.open(source) as archive, archive._read() as snapshot:
+        value = bytes(snapshot.get(keys.session_key("raw")))
+    with both.open("raw", value):
+        pass
+    (kept,) = ends._idle
+    with both.open("raw", value) as (mover, _):
+        assert mover.target is kept.target
+    with pytest.raises(kvstore.Locked):
+        kvstore.compact(tmp_path / "b.kv")
+    for _ in range(100):
+        if ends._closer is None:
+            break
+        time.sleep(0.05)
+    assert not ends._idle
+    kvstore.compact(tmp_path / "b.kv")
 
 
 def test_without_dask(source, tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import os
+import secrets
 import shutil
 import time
 from collections.abc import Iterable, Mapping
@@ -199,7 +200,8 @@ class _Spreading:
         self, target: Target, text: str, to_options: dict[str, Any], *, is_there: bool, verify: bool
     ) -> Elsewhere:
         """Return who does the work."""
-        from .spreading import Ends, Spread
+        from .ends import Ends
+        from .spreading import Spread
 
         ends = Ends(
             self._source,
@@ -208,6 +210,7 @@ class _Spreading:
             _of_backend(to_options),
             to_options if is_there else None,
             to_options["lock_timeout"],
+            secrets.token_hex(8),
         )
         return Spread(self._cluster, ends, verify, target.moved)
 
@@ -226,7 +229,11 @@ def _add(
     elsewhere = None
     if spread is not None:
         elsewhere = spread.to(target, archive.path, to_options, is_there=True, verify=verify)
-    return Adding(plan, target, elsewhere=elsewhere, **options).run()
+    try:
+        return Adding(plan, target, elsewhere=elsewhere, **options).run()
+    finally:
+        if elsewhere is not None:
+            elsewhere.end()
 
 
 def _build(
@@ -251,6 +258,9 @@ def _build(
             if not (building.n_bytes or options["resume"]):
                 raise _Nothing from error
             raise
+        finally:
+            if elsewhere is not None:
+                elsewhere.end()
     finally:
         backend.close()
     if options["resume"] or "quota_bytes" in to_options:

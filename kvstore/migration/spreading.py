@@ -7,9 +7,10 @@ imported before it is asked for.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import inspect
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
 from socket import gethostname
@@ -19,81 +20,27 @@ from kvcodecs.codec import CodecConfig
 from kvcodecs.errors import InvalidArgument, Locked, NotFound, Unsupported
 from kvcodecs.spec import Kind
 
-from ..catalog import Catalog
-from ..opening import open as open_archive
 from ..pieces import count_frames
-from ..place import Place, open_backend
 from ..session_record import SessionRecord, StreamName, StreamState
-from .moving import Mover, Target, compare
-from .needed import Item, Ranges, load_item
+from .ends import Ends, close_idle
+from .interpreter import keep_from_freezing
+from .moving import Mover, compare
+from .needed import Item, Ranges
 from .recoding import recode_stream, recoded_record
 from .work import first_frames
 
 #: Frames of a session that are worth a task of their own.
 _FRAMES_A_TASK: Final = 256
 _CONNECT_SECONDS: Final = 10
+#: How often it is looked whether workers live, after how long a silent one is given up, and after
+#: how long a cluster without any.
+_LOOK_SECONDS = 2.0
+_SILENT_SECONDS = 60.0
+_NOBODY_SECONDS = 300.0
+#: How long workers may take to close archives.
+_CLOSE_SECONDS: Final = 5.0
 #: Sessions that are under way for each worker.
 _AHEAD: Final = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Ends:
-    """Where sessions come from and go to, as workers open both.
-
-    Attributes
-    ----------
-    source_options
-        Of `kvstore.open`.
-    backend_options
-        Of `open_backend`, for an archive that is being built.
-    archive_options
-        Of `kvstore.open`, for one that is there; None for one that is being built.
-    """
-
-    source: str
-    target: str
-    source_options: Mapping[str, Any]
-    backend_options: Mapping[str, Any]
-    archive_options: Mapping[str, Any] | None
-    timeout: float
-
-    @contextmanager
-    def open(self, name: str, value: bytes) -> Iterator[tuple[Mover, Item]]:
-        """Open both; yield what moves values between them, and the session.
-
-        Raises
-        ------
-        Locked
-            The session is not what the client found.
-        """
-        options = {"snapshot_seconds": math.inf, **self.source_options}
-        with (
-            open_archive(self.source, **options) as source,
-            source._read() as snapshot,
-            self._open_target() as target,
-        ):
-            item = load_item(snapshot, Catalog(source.path), name)
-            if item.value != value:
-                raise Locked(
-                    f"{item.where}: has changed since the migration began; go on with resume=True"
-                )
-            mover = Mover(snapshot, target, resume=True)
-            yield mover, item
-
-    @contextmanager
-    def _open_target(self) -> Iterator[Target]:
-        if self.archive_options is not None:
-            with open_archive(self.target, "a", **self.archive_options) as archive:
-                yield Target(archive._backend, archive._catalog, archive._room, archive._timeout)
-            return
-        folder = Place.of(self.target).folder
-        if folder is not None and not folder.is_dir():
-            raise NotFound(f"{self.target}: not there on {gethostname()}, where a worker runs")
-        backend = open_backend(self.target, "a", **self.backend_options)
-        try:
-            yield Target(backend, Catalog(backend.path), None, self.timeout)
-        finally:
-            backend.close()
 
 
 def move_streams(
@@ -106,6 +53,7 @@ def move_streams(
     keep: frozenset[int],
 ) -> int:
     """Move streams of a session, and compare them; return the bytes. Runs in a worker."""
+    keep_from_freezing()
     with ends.open(name, value) as (mover, item):
         mover.target.moved.update(keep)
         if ends.archive_options is not None:
@@ -128,6 +76,7 @@ def recode(
     keep: frozenset[int],
 ) -> tuple[StreamState, int]:
     """Code a stream of a session anew. Runs in a worker."""
+    keep_from_freezing()
     with ends.open(name, value) as (mover, item):
         mover.target.moved.update(keep)
         new = recoded_record(item, codecs)
@@ -170,13 +119,19 @@ class Cluster:
             raise Unsupported(
                 f"{scheduler}: Dask is not installed; pip install 'kvstore[dask]'"
             ) from error
+        keep_from_freezing()
         try:
+            # A client that cannot make out the address waits for itself when it is collected.
+            self._dask.comm.resolve_address(scheduler)
             self._client = self._dask.Client(
                 scheduler, timeout=_CONNECT_SECONDS, set_as_default=False
             )
         except (OSError, ValueError, TypeError) as error:
             raise InvalidArgument(f"{scheduler}: no Dask scheduler answers: {error}") from error
         self._scheduler = scheduler
+        #: When a worker last told that it lives, and when that was noticed here: clocks differ.
+        self._heard: dict[str, tuple[object, float]] = {}
+        self._somebody = time.monotonic()
 
     @property
     def n_workers(self) -> int:
@@ -193,17 +148,70 @@ class Cluster:
         Raises
         ------
         Locked
-            Workers died of it again and again, or the scheduler went away.
+            Workers died of it again and again, one does not answer, there are none, or the
+            scheduler went away.
         """
         dask = self._dask
         lost = dask.KilledWorker, dask.CancelledError, dask.comm.CommClosedError
         try:
+            left = list(futures)
+            while left and not any(future.status == "error" for future in futures):
+                try:
+                    left = self._wait(left, _LOOK_SECONDS, "FIRST_COMPLETED")
+                except TimeoutError:
+                    self._check_workers({future.key for future in left})
             return list(self._client.gather(list(futures)))
         except lost as error:
             raise Locked(
                 f"{self._scheduler}: workers of the cluster were lost: {error}; go on with "
                 "resume=True"
             ) from error
+        except BaseException:
+            self._client.cancel(list(futures))  # while they are held by the error
+            raise
+
+    def _wait(self, futures: list[Any], seconds: float, until: str) -> list[Any]:
+        """Return the futures that are not done; `TimeoutError` if nothing happened."""
+        with self._client.as_current():
+            return list(self._dask.wait(futures, seconds, until).not_done)
+
+    def _check_workers(self, keys: set[object]) -> None:
+        """Raise `Locked` if tasks wait for workers that do not live."""
+        now = time.monotonic()
+        seen = self._last_seen()
+        for address, when in seen.items():
+            if address not in self._heard or self._heard[address][0] != when:
+                self._heard[address] = when, now
+        if seen:
+            self._somebody = now
+        elif now - self._somebody > _NOBODY_SECONDS:
+            raise Locked(
+                f"{self._scheduler}: the cluster has had no workers for {_NOBODY_SECONDS:g} s; "
+                "start some, and go on with resume=True"
+            )
+        silent = [a for a in seen if now - self._heard[a][1] > _SILENT_SECONDS]
+        for address in silent:
+            n_tasks = len(keys.intersection(self._client.processing().get(address, ())))
+            if n_tasks:
+                raise Locked(
+                    f"{self._scheduler}: worker {address} has {n_tasks} of the tasks and has not "
+                    f"been heard of for {_SILENT_SECONDS:g} s; end it, and go on with resume=True"
+                )
+
+    def _last_seen(self) -> dict[str, object]:
+        ask = self._client.scheduler_info
+        options = {"n_workers": -1} if "n_workers" in inspect.signature(ask).parameters else {}
+        return {address: of["last_seen"] for address, of in ask(**options)["workers"].items()}
+
+    def everywhere(self, work: Callable[..., Any], *args: Any) -> None:
+        """Let every worker do something; does not wait long, nor for who cannot."""
+        with suppress(TimeoutError, OSError, self._dask.CancelledError):
+            futures = [
+                self._client.submit(work, *args, pure=False, workers=[address])
+                for address in self._last_seen()
+            ]
+            if futures:
+                self._wait(futures, _CLOSE_SECONDS, "ALL_COMPLETED")
 
     def close(self) -> None:
         """Let go of the cluster, and of what it still has to do."""
@@ -238,6 +246,11 @@ class Spread:
             )
             for i, group in enumerate(groups)
         ]
+
+    def end(self) -> None:
+        """Let workers close what they have open for it."""
+        self._futures.clear()
+        self.cluster.everywhere(close_idle, self.ends.run)
 
     def move(self, item: Item) -> int:
         """Wait until a session has been moved; return the bytes."""

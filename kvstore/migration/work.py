@@ -111,6 +111,10 @@ class Elsewhere(Protocol):
         """Code streams anew."""
         ...
 
+    def end(self) -> None:
+        """Note that there is no more to do."""
+        ...
+
 
 class Migration:
     """What adding to an archive and building one have in common.
