@@ -39,6 +39,8 @@ _SILENT_SECONDS = 60.0
 _NOBODY_SECONDS = 300.0
 #: How long workers may take to close archives.
 _CLOSE_SECONDS: Final = 5.0
+#: Into how many tasks for each worker the streams of a session go that is coded anew.
+_TASKS_OF_WORKER: Final = 4
 #: Sessions that are under way for each worker.
 _AHEAD: Final = 4
 
@@ -72,17 +74,20 @@ def recode(
     name: str,
     value: bytes,
     codecs: Mapping[Kind, CodecConfig],
-    stream: StreamName,
+    streams: Sequence[StreamName],
     keep: frozenset[int],
-) -> tuple[StreamState, int]:
-    """Code a stream of a session anew. Runs in a worker."""
+) -> list[tuple[StreamState, int]]:
+    """Code streams of a session anew. Runs in a worker."""
     keep_from_freezing()
     with ends.open(name, value) as (mover, item):
         mover.target.moved.update(keep)
         new = recoded_record(item, codecs)
-        return recode_stream(
-            mover.source, item, new, stream, mover.target, advance=_ignore, n_threads=1
-        )
+        return [
+            recode_stream(
+                mover.source, item, new, stream, mover.target, advance=_ignore, n_threads=1
+            )
+            for stream in streams
+        ]
 
 
 def _check_place(mover: Mover, item: Item, ends: Ends) -> None:
@@ -262,9 +267,14 @@ class Spread:
         self, item: Item, new: SessionRecord, streams: Sequence[StreamName]
     ) -> dict[StreamName, tuple[StreamState, int]]:
         """Code streams anew."""
+        n_tasks = min(len(streams), _TASKS_OF_WORKER * self.cluster.n_workers)
+        groups = [streams[i::n_tasks] for i in range(n_tasks)]
         keep = frozenset(self.moved)
         futures = [
-            self.cluster.submit(recode, self.ends, item.name, item.value, new.codecs, stream, keep)
-            for stream in streams
+            self.cluster.submit(recode, self.ends, item.name, item.value, new.codecs, group, keep)
+            for group in groups
         ]
-        return dict(zip(streams, self.cluster.results(futures), strict=True))
+        done: dict[StreamName, tuple[StreamState, int]] = {}
+        for group, states in zip(groups, self.cluster.results(futures), strict=True):
+            done.update(zip(group, states, strict=True))
+        return done
