@@ -330,6 +330,36 @@ def test_plain_zarr_reads_the_values(run, source, tmp_path):
                 np.testing.assert_array_equal(array[:, head:], coded[:, head - (first - base) :])
 
 
+def test_a_stream_shorter_than_a_block_is_not_padded(run, tmp_path):
+    model = kvstore.Model.uniform(name="m", n_layers=1, n_kv_heads=2, head_dim=8)
+    x = np.random.default_rng(0).standard_normal((1, 2, 300, 8), dtype=np.float32)
+    with kvstore.open(tmp_path / "a.kv", "a") as archive:
+        for name, codec in {"kvr1": KVR1(), "tkv1": TKV1(step=0.1), "raw": Raw()}.items():
+            with archive.create_session(
+                name, model=model, codec=codec, block_tokens=1024, fit_tokens=8
+            ) as session:
+                session.append(x, x)
+                session.commit()
+    ok(run("migrate", tmp_path / "a.kv", f"zarr2:{tmp_path / 'z'}"))
+    before = stored(tmp_path / "a.kv")
+    payloads = [bytes(v[76:]) for k, v in before.items() if k[:1] == keys.TAIL]
+    for name in ("kvr1", "tkv1", "raw"):
+        for stream in ("k_000", "v_000"):
+            array = json.loads((tmp_path / "z" / name / stream / ".zarray").read_text())
+            assert array["chunks"] == [2, 300, 8]
+            data = (tmp_path / "z" / name / stream / "0.0.0").read_bytes()
+            assert any(payload in data for payload in payloads)
+    ok(run("migrate", f"zarr2:{tmp_path / 'z'}", tmp_path / "b.kv"))
+    assert stored(tmp_path / "b.kv") == before
+    (tmp_path / "out").mkdir()
+    code = [sys.executable, "-P", "-W", "error", "-c", READ, tmp_path / "z", tmp_path / "out"]
+    subprocess.run(code, check=True, timeout=60)
+    with kvstore.open(tmp_path / "a.kv") as archive:
+        read = archive.session("kvr1").read(0, "v")
+    array = np.load(tmp_path / "out" / "kvr1.v_000.npy")
+    np.testing.assert_array_equal(array[:, 8:], read[:, 8:])
+
+
 def test_zarr2_damage(run, source, tmp_path):
     ok(run("migrate", source, f"zarr2:{tmp_path / 'z'}", "--sessions", "raw", "tkv1*"))
     folder = tmp_path / "z" / "tkv1%2Fü 1"

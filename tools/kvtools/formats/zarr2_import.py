@@ -1,6 +1,6 @@
 """Sessions that were written as zarr format 2 into an archive; see `zarr2_export`.
 
-Payloads are copied back. The last block, padded there, is coded again without its padding: the
+Payloads are copied back. A last block that is padded there is coded again without its padding: the
 values are the same, and so are the bytes, since coding decoded values again gives them.
 """
 
@@ -92,15 +92,17 @@ class Zarr2Session:
         header = base64.b64decode(about["header"]) if not n_blocks else b""
         for block, error in enumerate(errors):
             path = folder / f"0.{block}.0"
-            params, payload, original = self._chunk(path, codec, spec, about)
+            params, payload, original, n_there = self._chunk(path, codec, spec, about)
             if header and original != header:
                 raise Corrupt(f"{path}: coded with other statistics than the chunks before")
             header = original
             first, n_tokens = state.start + block * size, min(size, n_all - block * size)
             own = codec.unpack(spec, header)
-            if n_tokens < size:
+            if n_there < n_tokens:
+                raise Corrupt(f"{path}: {n_there} tokens, expected {n_tokens}")
+            if n_there > n_tokens:
                 plain = replace(params, spec=StreamSpec(kind, spec.heads, spec.head_dim))
-                coded = np.empty((spec.heads, size, spec.head_dim), np.float32)
+                coded = np.empty((spec.heads, n_there, spec.head_dim), np.float32)
                 decode_payload(codec, plain, payload, coded)
                 encoder = codec.encoder(own, first)
                 encoder.push(np.ascontiguousarray(coded[:, :n_tokens]))
@@ -126,8 +128,8 @@ class Zarr2Session:
 
     def _chunk(
         self, path: Path, codec: BlockCodec, spec: StreamSpec, about: dict[str, Any]
-    ) -> tuple[Any, memoryview, bytes]:
-        """Return parameters and payload of a chunk, and the stream's header as it was."""
+    ) -> tuple[Any, memoryview, bytes, int]:
+        """Return parameters and payload of a chunk, the stream's header as it was, and tokens."""
         try:
             data = memoryview(path.read_bytes())
         except FileNotFoundError:
@@ -144,7 +146,7 @@ class Zarr2Session:
         original = params
         if hasattr(params, "sink"):
             original = replace(params, sink=int(about["sink"]))
-        return params, payload, codec.pack(original)
+        return params, payload, codec.pack(original), head.n_tokens
 
     def _head(
         self, folder: Path, layer: int, kind: Kind, state: StreamState, about: dict[str, Any]
