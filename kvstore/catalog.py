@@ -243,7 +243,10 @@ def begin(backend: Backend, mode: Mode, timeout: float) -> dict[str, Any]:
         if value is not None:
             return check_archive(value, backend.path)
         if next(snapshot.sizes(b""), None) is not None:
-            raise Corrupt(f"{backend.path}: not an archive of this project, or its record is lost")
+            raise Corrupt(
+                f"{backend.path}: not an archive of this project, or its record is lost; or the "
+                "rest of a migration that did not end: kvstore migrate --resume goes on with it"
+            )
     if mode == "r":
         raise NotFound(f"{backend.path}: empty; open it with mode='a' to begin an archive")
     with backend.write(timeout) as transaction:

@@ -115,6 +115,18 @@ def test_refusals(run, source, tmp_path):
     assert stored(tmp_path / "c.kv") == stored(source)
 
 
+@pytest.mark.parametrize("prefix", ["", "zarr:"])
+def test_the_rest_of_a_migration_says_what_it_may_be(run, source, tmp_path, prefix):
+    at = f"{prefix}{tmp_path / 'b.kv'}"
+    assert run("migrate", source, at, "--quiet")[0] == 0
+    with kvstore.open(at, "a") as archive, archive._backend.write(1) as transaction:
+        transaction.delete(keys.ARCHIVE)
+    os.rename(tmp_path / "b.kv", tmp_path / "b.kv.partial")
+    fails(run("ls", f"{at}.partial"), "its record is lost", "kvstore migrate --resume goes on with")
+    assert run("migrate", source, at, "--resume", "--quiet")[0] == 0
+    assert stored(at) == stored(source)
+
+
 def test_the_bar_has_a_rate_and_the_time_left(run, source, tmp_path, monkeypatch):
     """On a terminal."""
     master, slave = os.openpty()

@@ -114,6 +114,10 @@ def test_tkv_files_come_back_as_they_were(run, tkv1, tmp_path):
     out, err = ok(run("migrate", tkv1, tmp_path / "a.tkvdir"))
     assert "8 sessions moved byte for byte" in out
     assert "shared no more: " in err
+    out, _ = ok(run("migrate", tkv1, tmp_path / "json.tkvdir", "--json"))
+    said = json.loads(out)
+    assert said["flattened"] == ["cut", "fork"]
+    assert set(said["moved"]) == set(names_of(tkv1)) > set(said["flattened"])
     assert not list(tmp_path.glob("*.partial"))
     ok(run("migrate", tmp_path / "a.tkvdir", tmp_path / "b.kv"))
     assert_same(tkv1, tmp_path / "b.kv")
@@ -358,6 +362,13 @@ def test_a_stream_shorter_than_a_block_is_not_padded(run, tmp_path):
         read = archive.session("kvr1").read(0, "v")
     array = np.load(tmp_path / "out" / "kvr1.v_000.npy")
     np.testing.assert_array_equal(array[:, 8:], read[:, 8:])
+
+
+def test_a_folder_of_zarr2_without_its_prefix(run, source, tmp_path):
+    folder = tmp_path / "z"
+    ok(run("migrate", source, f"zarr2:{folder}", "--sessions", "raw"))
+    for command in (("ls", folder), ("migrate", folder, tmp_path / "b.kv")):
+        fails(run(*command), "no archive", f"kvstore migrate zarr2:{folder} DST")
 
 
 def test_zarr2_damage(run, source, tmp_path):

@@ -22,6 +22,8 @@ MAX_READERS: Final = 1022
 LOCK_BYTES: Final = 64 * (MAX_READERS + 2)
 #: What may be there where an archive begins.
 NO_DATA: Final = frozenset((LOCK_FILE, OPEN_LOCK, LEASE_DIRECTORY, USES_FILE, FOLDED_FILE))
+#: In a group of zarr format 2.
+_ZARR2_SIGN: Final = ".zgroup"
 NO_SPACE: Final = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 
 
@@ -57,7 +59,10 @@ def check_directory(path: str, create: bool, shown: str, *, is_open: bool) -> No
         kind = Full if error.errno in NO_SPACE else InvalidArgument
         raise kind(f"{shown}: {error.strerror}") from error
     if not create:
-        raise NotFound(f"{shown}: no archive in this directory ({DATA_FILE} is missing)")
+        what = f"no archive in this directory ({DATA_FILE} is missing)"
+        if _ZARR2_SIGN in names:
+            what += f"; sessions in zarr format 2 come into one by kvstore migrate zarr2:{shown} DST"
+        raise NotFound(f"{shown}: {what}")
     if names - NO_DATA:
         raise InvalidArgument(f"{shown}: neither an archive nor an empty directory")
 

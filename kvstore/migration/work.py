@@ -34,11 +34,12 @@ class Migrated:
     Attributes
     ----------
     moved
-        Names of the sessions whose frames were moved as they are.
+        Names of the sessions whose blocks were moved as they are coded.
     recoded
         Those that were coded anew.
     flattened
-        Those of `recoded` that shared frames or had a raw head, and stand alone now.
+        Those of `moved` and `recoded` that stand alone now: in another format, which has nothing
+        that sessions share, or coded anew after they shared frames or had a raw head.
     skipped
         Those that were there already.
     n_bytes
