@@ -61,7 +61,7 @@ def check_directory(path: str, create: bool, shown: str, *, is_open: bool) -> No
     if not create:
         what = f"no archive in this directory ({DATA_FILE} is missing)"
         if _ZARR2_SIGN in names:
-            what += f"; sessions in zarr format 2 come into one by kvstore migrate zarr2:{shown} DST"
+            what += f"; zarr format 2 comes into one by kvstore migrate zarr2:{shown} DST"
         raise NotFound(f"{shown}: {what}")
     if names - NO_DATA:
         raise InvalidArgument(f"{shown}: neither an archive nor an empty directory")

@@ -3,9 +3,9 @@
 Any zarr opens them, with the numcodecs classes of this project as compressors. A chunk is the
 container of one block (kvcodecs FORMAT.md section 8): its payload is copied, the frame around it is
 a new one, since a container counts tokens from its own first one: its header has the sinks that are
-left of the session's. A stream shorter than a block has a chunk of its own length. The last block of
-a longer one is padded with zeros to the size of a chunk, as zarr wants it, which codes it again, with
-the same values. K is before RoPE, in coded channel order (section 1.3).
+left of the session's. A stream shorter than a block has a chunk of its own length. The last block
+of a longer one is padded with zeros to the size of a chunk, as zarr wants it, which codes it again,
+with the same values. K is before RoPE, in coded channel order (section 1.3).
 
 ``k_000_head`` is the raw head of a stream, ``token_ids`` the ids, both without compressor. What a
 session needs to come back as it was is in the attributes of its group.
