@@ -105,8 +105,9 @@ def _claim_stream(record: SessionRecord, stream: StreamName, of: Callable[[int],
     first = max(record.first - state.start, 0)
     spans = spans_of(record, stream)
     head = head_of(record, stream)
-    # While the stream is its head alone, an appender goes on from it.
-    if head is not None and (head.n_tokens > first or not spans):
+    # While the stream is its head alone, an appender goes on from it; it may be taken back to that
+    # as long as no token behind the head is trimmed.
+    if head is not None and (head.n_tokens >= first or not spans):
         of(head.owner).heads.add(stream)
     for span in spans:
         begin = max(span.first_block, first // state.block_tokens)

@@ -28,7 +28,7 @@ from .reader import Reader
 from .records import check_archive, unpack_identity
 from .session_record import SessionRecord, StreamName
 from .sharing import user_keys
-from .spans import header_of, id_spans, spans_of
+from .spans import head_of, header_of, id_spans, spans_of
 from .stored_frame import announced
 from .token_ids import CHUNK_TOKENS, read_id_chunk
 from .versions import FORMAT_VERSION
@@ -193,6 +193,10 @@ def _check_session(
             yield from piece.keys
             if piece.raw or piece.owner not in bad_headers:
                 _check_frame(snapshot, passing, reader, piece, layer, kind, where, report)
+        head = head_of(record, (layer, kind))
+        if head is not None and record.streams[layer, kind].start + head.n_tokens == record.first:
+            # Nothing is read from it, but the session may be taken back to its end.
+            yield keys.stream_key(keys.HEAD, head.owner, layer, kind)
     passing.release()
     if record.has_ids:
         yield from _check_ids(snapshot, record, where, reader.where, report)

@@ -804,3 +804,21 @@ def test_reads_without_a_start_begin_with_the_first_token_there_is(archive):
     ):
         with pytest.raises(kvstore.InvalidArgument):
             call()
+
+
+@pytest.mark.parametrize("codec", ["raw", "kvr1"])
+@pytest.mark.parametrize("first", [11, 12, 13])
+@pytest.mark.parametrize("more", [0, 1, 5])
+def test_taken_back_to_what_was_trimmed_around_the_end_of_the_raw_head(archive, codec, first, more):
+    session = make(archive, n=0, codec=codec, fit_tokens=40)
+    add(session, 12, 0)  # a raw head
+    add(session, 60, 1)
+    session.trim_front(first)
+    fork = session.fork("f", first + more)
+    expected = session.read(1, "v", first, first + more)
+    for one in (session, fork):
+        one.truncate(first + more)
+        np.testing.assert_array_equal(one.read(1, "v", first, first + more), expected)
+        add(one, 50, 2)
+        np.testing.assert_array_equal(one.read(1, "v", first, first + more), expected)
+        one.close()

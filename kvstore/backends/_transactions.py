@@ -103,9 +103,6 @@ class LmdbTransaction(LmdbSnapshot):
         #: The error that LMDB allows nothing after but to roll back.
         self.failed: KvError | None = None
 
-    def zarr_group(self, owner: int) -> str | None:
-        return None
-
     def release(self, view: memoryview) -> None:
         """Nothing: the view may be of a changed page, which is nowhere else."""
 
