@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
+import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Any, Final, TypeVar
 
@@ -19,6 +21,10 @@ T = TypeVar("T")
 #: What Icechunk 1 says, with one class for all errors, of what is not there.
 _ABSENT: Final = ("node not found", "invalid chunk index", "only prefixes pointing to")
 _MOST_TEXT: Final = 300
+#: Icechunk's threads may still be letting go of what they answered with when a script is at its
+#: end, and abort the process if the interpreter ends first.
+_EXIT_PAUSE: Final = 0.1
+atexit.register(time.sleep, _EXIT_PAUSE)
 
 
 class Store:
