@@ -14,8 +14,8 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, cast
 
 from kvcodecs.codec import CodecConfig
@@ -196,10 +196,11 @@ class _Spreading:
         self._cluster = Cluster(scheduler)
         stack.callback(self._cluster.close)
 
+    @contextmanager
     def to(
         self, target: Target, text: str, to_options: dict[str, Any], *, is_there: bool, verify: bool
-    ) -> Elsewhere:
-        """Return who does the work."""
+    ) -> Iterator[Elsewhere]:
+        """Yield who does the work, until it is done."""
         from .ends import Ends
         from .spreading import Spread
 
@@ -212,7 +213,26 @@ class _Spreading:
             to_options["lock_timeout"],
             secrets.token_hex(8),
         )
-        return Spread(self._cluster, ends, verify, target.moved)
+        elsewhere = Spread(self._cluster, ends, verify, target.moved)
+        try:
+            yield elsewhere
+        finally:
+            elsewhere.end()
+
+
+def _workers(
+    spread: _Spreading | None,
+    target: Target,
+    text: str,
+    to_options: dict[str, Any],
+    options: dict[str, Any],
+    *,
+    is_there: bool,
+) -> AbstractContextManager[Elsewhere | None]:
+    """Return a context of who does the work elsewhere; of None if nobody does."""
+    if spread is None:
+        return nullcontext()
+    return spread.to(target, text, to_options, is_there=is_there, verify=bool(options["verify"]))
 
 
 def _add(
@@ -225,15 +245,9 @@ def _add(
     if archive.mode == "r":
         raise InvalidArgument(f"{archive.path}: opened with mode='r'; use mode='a' to write")
     target = Target(archive._backend, archive._catalog, archive._room, archive._timeout)
-    verify = bool(options["verify"])
-    elsewhere = None
-    if spread is not None:
-        elsewhere = spread.to(target, archive.path, to_options, is_there=True, verify=verify)
-    try:
+    workers = _workers(spread, target, archive.path, to_options, options, is_there=True)
+    with workers as elsewhere:
         return Adding(plan, target, elsewhere=elsewhere, **options).run()
-    finally:
-        if elsewhere is not None:
-            elsewhere.end()
 
 
 def _build(
@@ -247,20 +261,15 @@ def _build(
     backend = open_backend(place.text, "a", **_of_backend(to_options))
     try:
         target = Target(backend, Catalog(backend.path), None, to_options["lock_timeout"])
-        verify = bool(options["verify"])
-        elsewhere = None
-        if spread is not None:
-            elsewhere = spread.to(target, place.text, to_options, is_there=False, verify=verify)
-        building = Building(plan, target, elsewhere=elsewhere, **options)
-        try:
-            done = building.run()
-        except BaseException as error:
-            if not (building.n_bytes or options["resume"]):
-                raise _Nothing from error
-            raise
-        finally:
-            if elsewhere is not None:
-                elsewhere.end()
+        workers = _workers(spread, target, place.text, to_options, options, is_there=False)
+        with workers as elsewhere:
+            building = Building(plan, target, elsewhere=elsewhere, **options)
+            try:
+                done = building.run()
+            except BaseException as error:
+                if not (building.n_bytes or options["resume"]):
+                    raise _Nothing from error
+                raise
     finally:
         backend.close()
     if options["resume"] or "quota_bytes" in to_options:

@@ -15,6 +15,7 @@ from kvcodecs.spec import Kind
 from kvcodecs.zarr_configuration import MOST_HEADER_BYTES, NAME, archive_configuration
 
 from ...session_record import SessionRecord
+from .places import stream_of
 from .sessions import Stored
 
 FILE_NAME: Final = "zarr.json"
@@ -138,7 +139,7 @@ def dimension_names(
             elif len(alike) == 1:
                 found.append(f"{plain}_{kind}")
             else:
-                found.append(f"{plain}_{kind}_{layer:03d}")
+                found.append(f"{plain}_{stream_of(layer, kind)}")
     return names
 
 
@@ -149,7 +150,7 @@ def needs_array(header: bytes, shard_blocks: int) -> bool:
 
 def headers_array(kind: Kind, layer: int) -> str:
     """Return the name of the array of a stream's header that is too long for a configuration."""
-    return f"{HEADERS}_{kind}_{layer:03d}"
+    return f"{HEADERS}_{stream_of(layer, kind)}"
 
 
 def _array(

@@ -182,24 +182,29 @@ def _is_group(group: str) -> bool:
     return is_plain and 0 < len(group) <= _MOST_BYTES and group[0] not in "._"
 
 
+def stream_of(layer: int, kind: Kind) -> str:
+    """Return what a stream is called in paths, such as ``k_007``."""
+    return f"{kind}_{layer:03d}"
+
+
 def array_of(group: str, layer: int, kind: Kind) -> str:
     """Return the path of a stream's array."""
-    return f"{group}/{kind}_{layer:03d}"
+    return f"{group}/{stream_of(layer, kind)}"
 
 
 def chunk_of(group: str, layer: int, kind: Kind, block: int) -> str:
     """Return the key of a block's chunk."""
-    return f"{group}/{kind}_{layer:03d}/c/0/{block}/0"
+    return f"{array_of(group, layer, kind)}/c/0/{block}/0"
 
 
 def shard_of(group: str, layer: int, kind: Kind, number: int) -> str:
     """Return the key of a shard; spelled so that an array can have chunks and shards at a time."""
-    return f"{group}/{kind}_{layer:03d}/c.0.{number}.0"
+    return f"{array_of(group, layer, kind)}/c.0.{number}.0"
 
 
 def aside_of(owner: int, layer: int, kind: Kind, block: int) -> str:
     """Return the key of a frame that is aside."""
-    return f"{ASIDE}{owner:016x}/{kind}_{layer:03d}/{block}"
+    return f"{ASIDE}{owner:016x}/{stream_of(layer, kind)}/{block}"
 
 
 def owners_in(lookup: Lookup, group: str) -> list[int]:

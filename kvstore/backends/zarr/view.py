@@ -28,7 +28,7 @@ from .documents import (
     stub_document,
 )
 from .objects import Objects
-from .places import ROOT, Lookup, chunk_of, home_of
+from .places import ROOT, Lookup, array_of, chunk_of, home_of
 from .placing import Sync
 from .sessions import Stored, n_sealed, stored_session
 from .tails import tail_frame, tail_tokens
@@ -117,7 +117,7 @@ def _show(
             path = f"{home.group}/{headers_array(kind, layer)}"
             documents[f"{path}/c/0"] = header
             documents[f"{path}/{FILE_NAME}"] = bytes_document(len(header), {})
-        documents[f"{home.group}/{kind}_{layer:03d}/{FILE_NAME}"] = stream_document(
+        documents[f"{array_of(home.group, layer, kind)}/{FILE_NAME}"] = stream_document(
             stored,
             stream,
             n_tokens,
