@@ -736,6 +736,35 @@ class TestLmdb(BackendSuite):
         assert n_short, "LMDB has changed its ways: the look at the free list may go"
         backend.close()
 
+    def test_a_short_file_that_others_commit_to_meanwhile(self, backend, place, monkeypatch):
+        """Two commits write over the head of the snapshot that is being looked at."""
+        from kvstore.backends import _environment
+
+        code = (
+            "import sys; from kvstore.place import open_backend\n"
+            "backend = open_backend(sys.argv[1], 'a')\n"
+            "for i in range(2):\n"
+            "    with backend.write(5.0) as txn: txn.put(b'%d' % i, bytes(40_000))\n"
+        )
+        looks = []
+
+        def tail_is_free(*args):
+            looks.append(args)
+            if len(looks) == 1:
+                run_python(code, place)
+            return real(*args)
+
+        self.put(backend, a=b"1")
+        real = _environment.tail_is_free
+        monkeypatch.setattr(_environment, "tail_is_free", tail_is_free)
+        environment, length = backend._environment, os.stat(os.path.join(place, "data.mdb")).st_size
+        environment.enter()
+        try:
+            assert environment._is_sound(length + 4096)
+        finally:
+            environment.leave()
+        backend.close()
+
     @pytest.mark.parametrize("company", [["lock.mdb", "leases"], ["leases"], []])
     def test_an_empty_file_is_an_archive_that_lost_its_data(self, backend, place, company):
         self.put(backend, a=b"1")

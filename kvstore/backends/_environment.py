@@ -36,6 +36,8 @@ _COMPACTION_TIMEOUT: Final = 5.0
 _COMPACTION_PAUSE: Final = 0.02
 # What an archive beyond its limit may grow by, since removing changes pages too.
 _ROOM_TO_REMOVE: Final = 1 << 16
+# How often a file that seems too short is looked at while others commit to it.
+_LOOKS: Final = 100
 
 
 class Environment:
@@ -246,17 +248,22 @@ class Environment:
 
     def _is_sound(self, expected: int) -> bool:
         """Look again at a file that seemed too short."""
-        n_bytes = os.fstat(self._data_fd).st_size  # another process may just have extended it
-        if n_bytes >= expected or (n_bytes, expected) == self._short_but_sound:
-            return True
-        txn = self.env.begin()
-        try:
-            sound = tail_is_free(self._data_fd, self.page_bytes, txn.id(), n_bytes)
-        finally:
-            txn.abort()
-        if sound:
-            self._short_but_sound = n_bytes, expected
-        return sound
+        for _ in range(_LOOKS):
+            txn = self.env.begin()
+            try:
+                # Measured after the snapshot is held: all its pages that count are there by now.
+                n_bytes = os.fstat(self._data_fd).st_size
+                if n_bytes >= expected or (n_bytes, expected) == self._short_but_sound:
+                    return True
+                if tail_is_free(self._data_fd, self.page_bytes, txn.id(), n_bytes):
+                    self._short_but_sound = n_bytes, expected
+                    return True
+                if self.head().txn_id == txn.id():
+                    return False
+                # Others have committed since, over the head of the snapshot.
+            finally:
+                txn.abort()
+        return False
 
     def _close_if_unused(self) -> None:
         # Under the registry's lock: whoever opens the path meanwhile has raised `refs`.
