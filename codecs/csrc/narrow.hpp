@@ -150,4 +150,13 @@ inline void narrow_small_values(const kv_i32* values, kv_u32 n, float unit, kv_u
 inline constexpr Narrow kNarrow{narrow_row, narrow_values};
 #endif
 
+inline const Narrow& narrow_of(int level) {
+#if KV_X86
+  if (level == kAvx512) return kNarrowAvx512;
+  if (level == kAvx2) return kNarrowAvx2;
+#endif
+  (void)level;
+  return kNarrow;
+}
+
 }  // namespace kv

@@ -33,6 +33,20 @@ inline bool avx512_supported() { return false; }
 }  // namespace kv
 #endif
 
+namespace kv {
+
+// Instruction sets, best last. All give the same bits.
+enum Level : int { kPortable = 0, kAvx2 = 1, kAvx512 = 2 };
+
+inline bool level_supported(int level) {
+  if (level == kPortable) return true;
+  if (level == kAvx2) return avx2_supported();
+  return level == kAvx512 && avx512_supported();
+}
+inline int best_level() { return avx512_supported() ? kAvx512 : avx2_supported() ? kAvx2 : kPortable; }
+
+}  // namespace kv
+
 // Plain loops that the compiler vectorises for several CPUs.
 #if KV_X86 && !defined(__clang__) && !defined(__SANITIZE_ADDRESS__)
 #define KV_CLONES __attribute__((target_clones("avx512f", "avx2", "default")))

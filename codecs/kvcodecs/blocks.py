@@ -43,7 +43,7 @@ BLOCK_DTYPE = np.dtype(
     ]
 )
 
-# csrc/kvr1/executor.hpp Level; the best one first.
+# csrc/simd.hpp Level; the best one first.
 _LEVELS: Final = {"avx512": 2, "avx2": 1, "portable": 0}
 #: Instruction sets that this CPU can decode with, the fastest first; all give the same bits.
 SIMD_LEVELS: Final = tuple(name for name, level in _LEVELS.items() if _core.level_supported(level))

@@ -39,7 +39,7 @@ Result<kv_u8> run_blocks(const kvr1::Tables& rans, nb::handle block_rows, nb::ha
                          const Array1<kv_i32>& mean, const Array1<kv_u8>& rho, const Array1<kv_u8>& classes,
                          const Array1<kv_u32>& order, nb::sequence payloads, nb::sequence outputs, nb::sequence types,
                          nb::sequence ropes, unsigned n_threads, int level) {
-  if (!kvr1::level_supported(level)) invalid("this CPU lacks the instruction set asked for");
+  if (!level_supported(level)) invalid("this CPU lacks the instruction set asked for");
   if (rho.shape(0) != mean.shape(0) || classes.shape(0) != mean.shape(0)) invalid("plan: components differ in number");
   Buffer blocks(block_rows), streams(stream_rows);
   kvr1::PlanTables tables{};
@@ -78,7 +78,7 @@ void bind_kvr1(nb::module_& m) {
   // The encoder refers to the tables.
   m.def("kvr1_encoder", &kvr1_encoder, nb::keep_alive<0, 1>(), "tables"_a, "heads"_a, "head_dim"_a, "unit"_a, "sink"_a,
         "sink_div"_a, "sink_classes"_a, "first_token"_a, "mean"_a, "rho"_a, "cls"_a, "wide"_a = true);
-  m.def("level_supported", &kvr1::level_supported, "level"_a);
+  m.def("level_supported", &level_supported, "level"_a);
   m.def("run_blocks", &run_blocks, "tables"_a, "blocks"_a, "streams"_a, "mean"_a, "rho"_a, "classes"_a, "order"_a,
         "payloads"_a, "outputs"_a, "types"_a, "ropes"_a, "n_threads"_a, "level"_a);
 }

@@ -8,18 +8,6 @@
 
 namespace kv::kvr1 {
 
-// Instruction sets, best last. All give the same bits.
-enum Level : int { kPortable = 0, kAvx2 = 1, kAvx512 = 2 };
-
-inline bool level_supported(int level) {
-  if (level == kPortable) return true;
-#if KV_X86
-  if (level == kAvx2) return avx2_supported();
-  if (level == kAvx512) return avx512_supported();
-#endif
-  return false;
-}
-
 // Everything that decoding will index, so that no plan whatever reads or writes outside its tables.
 inline const char* block_fault(const PlanTables& p, const Block& b) {
   if (b.stream >= p.n_streams) return "stream";
@@ -49,15 +37,6 @@ inline const char* block_fault(const PlanTables& p, const Block& b) {
     if (b.rope_row > r.rows || written > r.rows - b.rope_row || s.n_pairs > r.pairs) return "rope_row";
   }
   return nullptr;
-}
-
-inline const Narrow& narrow_of(int level) {
-#if KV_X86
-  if (level == kAvx512) return kNarrowAvx512;
-  if (level == kAvx2) return kNarrowAvx2;
-#endif
-  (void)level;
-  return kNarrow;
 }
 
 inline void decode(const Tables& tables, BlockRun* const* runs, kv_u32 n, int level) {
