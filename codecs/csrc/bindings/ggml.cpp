@@ -1,6 +1,5 @@
 // Block-quantised values of ggml's schemes.
-#include "../ggml/decode.hpp"
-#include "../ggml/encode.hpp"
+#include "../ggml/pieces.hpp"
 #include "python.hpp"
 
 namespace kv::bindings {
@@ -52,11 +51,62 @@ nb::object ggml_encode(kv_u32 scheme, const Array1<float>& x, int level) {
   return fits ? nb::cast(result) : nb::none();
 }
 
+using Anything = nb::ndarray<nb::numpy, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using AnythingRead = nb::ndarray<nb::numpy, nb::ro, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+OutputType checked_type(kv_u32 type, size_t itemsize) {
+  if (type > kBfloat16 || itemsize != (type == kFloat32 ? 4u : 2u)) invalid("dtype");
+  return (OutputType)type;
+}
+
+// Whether a value overflows the type of `out`, which takes them one after the other.
+bool ggml_decode_values(kv_u32 scheme, nb::handle data, const Anything& out, kv_u32 type, unsigned n_threads,
+                        int level) {
+  const ggml::Format format = checked_format(scheme);
+  level = checked_level(level);
+  const ggml::Decode decode = ggml::decoder(scheme, level);
+  if (decode == nullptr) invalid("scheme without a decoder");
+  Buffer blocks(data);
+  const kv_u64 n_blocks = blocks.size() / format.bytes;
+  if (blocks.size() % format.bytes || out.shape(0) != n_blocks * format.values) invalid("sizes of rows and values");
+  const ggml::Decoding decoding{format, decode, &narrow_of(level), checked_type(type, out.itemsize())};
+  bool ok, overflow;
+  {
+    nb::gil_scoped_release release;
+    ok = ggml::decode_values(decoding, blocks.bytes(), n_blocks, out.data(), n_threads, overflow);
+  }
+  if (!ok) throw std::bad_alloc();
+  return overflow;
+}
+
+// The blocks, and the first value that is not finite and the first block whose scale leaves float16, -1 for none.
+nb::tuple ggml_encode_values(kv_u32 scheme, const AnythingRead& x, kv_u32 type, unsigned n_threads, int level) {
+  const ggml::Format format = checked_format(scheme);
+  const ggml::Encode encode = ggml::encoder(scheme, checked_level(level));
+  if (encode == nullptr) invalid("scheme without an encoder");
+  const OutputType checked = checked_type(type, x.itemsize());
+  if (x.shape(0) % format.values) invalid("not whole blocks");
+  const kv_u64 n_blocks = x.shape(0) / format.values;
+  kv_u8* out;
+  auto result = new_array<kv_u8>({(size_t)(n_blocks * format.bytes)}, &out);
+  ggml::Refused refused;
+  bool ok;
+  {
+    nb::gil_scoped_release release;
+    ok = ggml::encode_values(format, encode, checked, x.data(), n_blocks, out, n_threads, refused);
+  }
+  if (!ok) throw std::bad_alloc();
+  return nb::make_tuple(result, refused.value, refused.block);
+}
+
 }  // namespace
 
 void bind_ggml(nb::module_& m) {
   m.def("ggml_decode", &ggml_decode, "scheme"_a, "data"_a, "level"_a = -1);
   m.def("ggml_encode", &ggml_encode, "scheme"_a, "x"_a, "level"_a = -1);
+  m.def("ggml_decode_values", &ggml_decode_values, "scheme"_a, "data"_a, "out"_a, "type"_a, "n_threads"_a,
+        "level"_a = -1);
+  m.def("ggml_encode_values", &ggml_encode_values, "scheme"_a, "x"_a, "type"_a, "n_threads"_a, "level"_a = -1);
 }
 
 }  // namespace kv::bindings
