@@ -18,13 +18,16 @@ ggml::Format checked_format(kv_u32 scheme) {
   return format;
 }
 
+kv_u64 whole_blocks(const Buffer& blocks, const ggml::Format& format) {
+  if (blocks.size() % format.bytes) invalid("not whole blocks");
+  return blocks.size() / format.bytes;
+}
+
 Result<float> ggml_decode(kv_u32 scheme, nb::handle data, int level) {
   const ggml::Format format = checked_format(scheme);
   const ggml::Decode decode = ggml::decoder(scheme, checked_level(level));
-  if (decode == nullptr) invalid("scheme without a decoder");
   Buffer blocks(data);
-  if (blocks.size() % format.bytes) invalid("not whole blocks");
-  const kv_u64 n_blocks = blocks.size() / format.bytes;
+  const kv_u64 n_blocks = whole_blocks(blocks, format);
   float* out;
   auto result = new_array<float>({(size_t)(n_blocks * format.values)}, &out);
   {
@@ -32,6 +35,22 @@ Result<float> ggml_decode(kv_u32 scheme, nb::handle data, int level) {
     decode(blocks.bytes(), n_blocks, out);
   }
   return result;
+}
+
+// Bits of float16; None where a value leaves it.
+nb::object ggml_decode_half(kv_u32 scheme, nb::handle data, int level) {
+  const ggml::Format format = checked_format(scheme);
+  const ggml::DecodeHalf decode = ggml::half_decoder(scheme, checked_level(level));
+  Buffer blocks(data);
+  const kv_u64 n_blocks = whole_blocks(blocks, format);
+  kv_u16* out;
+  auto result = new_array<kv_u16>({(size_t)(n_blocks * format.values)}, &out);
+  bool fits;
+  {
+    nb::gil_scoped_release release;
+    fits = decode(blocks.bytes(), n_blocks, out);
+  }
+  return fits ? nb::cast(result) : nb::none();
 }
 
 // None where a scale leaves float16.
@@ -103,6 +122,7 @@ nb::tuple ggml_encode_values(kv_u32 scheme, const AnythingRead& x, kv_u32 type, 
 
 void bind_ggml(nb::module_& m) {
   m.def("ggml_decode", &ggml_decode, "scheme"_a, "data"_a, "level"_a = -1);
+  m.def("ggml_decode_half", &ggml_decode_half, "scheme"_a, "data"_a, "level"_a = -1);
   m.def("ggml_encode", &ggml_encode, "scheme"_a, "x"_a, "level"_a = -1);
   m.def("ggml_decode_values", &ggml_decode_values, "scheme"_a, "data"_a, "out"_a, "type"_a, "n_threads"_a,
         "level"_a = -1);
