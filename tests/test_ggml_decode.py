@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from importlib import resources
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,14 @@ def test_the_grids_are_frozen() -> None:
     raw = resources.files("kvcodecs.ggml").joinpath("grids.bin").read_bytes()
     digest = "09b7593242bd052668b975959cdcfd43942fee2c1d75b7b9d4e2535c3c53d33e"
     assert hashlib.sha256(raw).hexdigest() == digest
+
+
+def test_the_format_document_lists_the_schemes() -> None:
+    document = Path(__file__).parents[1].joinpath("codecs", "FORMAT.md").read_text()
+    for s in SCHEMES:
+        names = ", ".join(f"`{alias}`" for alias in s.aliases)
+        sizes = f"{s.block_values} | {s.block_bytes} | {s.bits_per_value:g}"
+        assert f"| `{s.name}` | {s.number} | {names} | {sizes} |" in document
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: grid.name)
