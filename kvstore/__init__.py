@@ -20,6 +20,7 @@ from kvcodecs.errors import (
     Truncated,
     Unsupported,
 )
+from kvcodecs.ggml import GGML
 from kvcodecs.kvr1 import KVR1
 from kvcodecs.raw import Raw
 from kvcodecs.rope import Rope
@@ -38,6 +39,7 @@ from .survey import SessionEntry
 from .upgrading import Upgraded, upgrade
 
 __all__ = [
+    "GGML",
     "KVR1",
     "TKV1",
     "AppendedRange",

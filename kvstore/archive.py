@@ -102,14 +102,16 @@ class Archive(OpenArchive):
                 codec, headers = self._catalog.headers(
                     snapshot, other, model, codec, owner, other_id
                 )
+        configs = check_configs(codec if codec is not None else KVR1())
+        where = f"{self.path}: session {name!r}"
         record = SessionRecord(
             id=owner,
             owner=owner,
             model=model.digest,
             n_tokens=0,
-            codecs=check_configs(codec if codec is not None else KVR1()),
+            codecs=configs,
             fit_tokens=fit_tokens,
-            streams=new_layout(model, block_tokens, stats_from is not None),
+            streams=new_layout(model, configs, block_tokens, stats_from is not None, where),
             created=int(time.time()),
             metadata=metadata,
         )

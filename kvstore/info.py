@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kvcodecs.codec import codec_by_name
 from kvcodecs.errors import Corrupt
 from kvcodecs.frame import HEADER_BYTES, ErrorStats, FrameHeader
 from kvcodecs.spec import Kind
@@ -43,8 +44,14 @@ class StreamInfo:
         First position that the stream has.
     n_head_tokens
         Tokens that are read from the raw head.
+    codec
+        What the stream is coded with: ``"kvr1"``, ``"ggml.q8_0"``.
     step
-        The quantiser's step; None when lossless or while there is no stream header.
+        The quantiser's step, half of which no error exceeds. None while there is no stream header,
+        and for codecs that state no bound: those that are lossless, and ggml's schemes, of which
+        `error` says what was measured.
+    lossless
+        Whether values are kept as they are.
     frame_bytes, payload_bytes
         Frames with and without their headers.
     shared_bytes
@@ -62,6 +69,7 @@ class StreamInfo:
     head_dim: int
     codec: str
     step: float | None
+    lossless: bool
     start_token: int
     n_tokens: int
     n_head_tokens: int
@@ -284,11 +292,13 @@ def _stream_info(
     spec = reader.model.stream(layer, kind)
     state = record.streams[layer, kind]
     codec, step, header_bytes, key_bytes = record.codecs[kind].codec, None, 0, 0
+    lossless = codec_by_name(codec).lossless
     raw_head = head_of(record, (layer, kind))
     owner = header_of(record, (layer, kind))
     if owner is not None:
         coding = reader.coding(snapshot, owner, layer, kind)
-        codec, step = coding.codec.name, coding.codec.step(coding.params)
+        codec, step = coding.codec.name_of(coding.params), coding.codec.step(coding.params)
+        lossless = coding.codec.lossless
         key = keys.stream_key(keys.HEADER, owner, layer, kind)
         key_bytes += len(key)
         header_bytes = _stored(snapshot, key) - len(key)
@@ -314,6 +324,7 @@ def _stream_info(
         head_dim=spec.head_dim,
         codec=codec,
         step=step,
+        lossless=lossless,
         start_token=max(state.start, record.first),
         n_tokens=record.n_tokens,
         n_head_tokens=0 if raw_head is None else raw_head.n_tokens,

@@ -117,7 +117,7 @@ def ingest(
         n_tokens=n_tokens,
         codecs=codecs,
         fit_tokens=fit_tokens,
-        streams=new_layout(model, block_tokens, has_header=False),
+        streams=new_layout(model, codecs, block_tokens, has_header=False, where=where),
         has_ids=len(ids) > 0,
         post=k_state == "post" and any(model.stream(*s).rope for s in counts) and n_tokens > 0,
         created=now,

@@ -11,11 +11,13 @@ from kvcodecs.errors import InvalidArgument
 from kvcodecs.spec import MAX_BLOCK_TOKENS, Kind, StreamSpec
 
 from .identity import Model
+from .records import located
 from .session_record import SessionRecord, StreamName, StreamState
 from .stream import StreamWriter
 
-#: What ``block_tokens="auto"`` aims at: frames of 32 KB at 2.5 bits per value. Pages of 4 KB
-#: then waste 6 % on average, which leaves room for records within 1.08 times the frames.
+#: What ``block_tokens="auto"`` aims at: frames of 32 KB at 2.5 bits per value, or what a codec of
+#: fixed rate has. Pages of 4 KB then waste 6 % on average, which leaves room for records within
+#: 1.08 times the frames.
 _FRAME_BYTES: Final = 32768
 _BITS_PER_VALUE: Final = 2.5
 _MIN_BLOCK: Final = 128
@@ -23,21 +25,31 @@ _MAX_BLOCK: Final = 1024
 MAX_FIT_TOKENS: Final = 1 << 16
 
 
-def auto_block_tokens(spec: StreamSpec) -> int:
+def auto_block_tokens(spec: StreamSpec, bits_per_value: float = _BITS_PER_VALUE) -> int:
     """Return the least power of two from 128 to 1024 whose frames reach about 32 KB.
 
     LMDB rounds values up to pages of 4 KB, so small frames waste much.
     """
     block = _MIN_BLOCK
-    while block < _MAX_BLOCK and block * spec.channels * _BITS_PER_VALUE / 8 < _FRAME_BYTES:
+    while block < _MAX_BLOCK and block * spec.channels * bits_per_value / 8 < _FRAME_BYTES:
         block *= 2
     return block
 
 
 def new_layout(
-    model: Model, block_tokens: object, has_header: bool
+    model: Model,
+    configs: Mapping[Kind, CodecConfig],
+    block_tokens: object,
+    has_header: bool,
+    where: str,
 ) -> dict[StreamName, StreamState]:
-    """Return the layout of a session without tokens."""
+    """Return the layout of a session without tokens.
+
+    Raises
+    ------
+    InvalidArgument
+        `block_tokens` is out of range, or a codec can code no values of a stream.
+    """
     fixed = None if isinstance(block_tokens, str) and block_tokens == "auto" else block_tokens
     if isinstance(fixed, np.integer):
         fixed = int(fixed)
@@ -45,10 +57,21 @@ def new_layout(
     if fixed is not None and not (type(fixed) is int and 1 <= fixed <= MAX_BLOCK_TOKENS):
         raise InvalidArgument(f"block_tokens {block_tokens!r}: 'auto' or 1 to {MAX_BLOCK_TOKENS}")
     layout: dict[StreamName, StreamState] = {}
+    check_streams(model, configs, where)
     for name in model.streams():
-        n = auto_block_tokens(model.stream(*name)) if fixed is None else fixed
+        n = fixed
+        if n is None:
+            rate = getattr(configs[name[1]], "bits_per_value", _BITS_PER_VALUE)
+            n = auto_block_tokens(model.stream(*name), rate)
         layout[name] = StreamState(n, has_header=has_header)
     return layout
+
+
+def check_streams(model: Model, configs: Mapping[Kind, CodecConfig], where: str) -> None:
+    """Raise `InvalidArgument`, naming layer and kind, if a codec cannot code a stream at all."""
+    for layer, kind in model.streams():
+        with located(f"{where} layer {layer} {kind}"):
+            codec_for(configs[kind]).check_stream(configs[kind], model.stream(layer, kind))
 
 
 def check_configs(codec: CodecConfig | Mapping[Kind, CodecConfig]) -> dict[Kind, CodecConfig]:

@@ -303,20 +303,8 @@ class Reader:
         with self._lock:
             self._n_frames += len(todo)
 
-    def decode(
-        self, snapshot: Snapshot, piece: Piece, layer: int, kind: Kind
-    ) -> tuple[F32, ErrorStats, str]:
-        """Decode one whole frame to the coded domain.
-
-        Returns
-        -------
-        coded : (heads, n_tokens, head_dim) float32
-        error
-            As measured when it was coded. Of a frame that is cut, its tokens' share of the sum of
-            squares: an estimate; the largest error stays a bound.
-        dtype
-            What a raw frame stores its values in; "float32" for others.
-        """
+    def decode(self, snapshot: Snapshot, piece: Piece, layer: int, kind: Kind) -> Decoded:
+        """Decode one whole frame to the coded domain."""
         coding, header, payload = self.open(snapshot, piece, layer, kind)
         spec = coding.params.spec
         n_tokens = header.n_tokens
@@ -333,8 +321,9 @@ class Reader:
             dtype = codec_by_number(0).unpack(spec, bytes(payload[:1])).dtype.name
         coded = to_coded(out, spec, "pre")
         if n_tokens == piece.n_tokens:
-            return coded, header.error, dtype
-        return coded[:, : piece.n_tokens], share_of_error(header, piece.n_tokens), dtype
+            return Decoded(coded, header.error, dtype, payload)
+        coded = coded[:, : piece.n_tokens]
+        return Decoded(coded, share_of_error(header, piece.n_tokens), dtype, payload)
 
     def _schedule(self, plan: Plan, work: _Work, tables: _Tables, position_offset: int) -> None:
         piece = work.piece
@@ -370,6 +359,28 @@ class Reader:
             codec = codec_by_number(0)
             self._raw[spec] = Coding(codec, codec.fit(Raw(), spec, lambda: ()), 0)
         return self._raw[spec]
+
+
+class Decoded(NamedTuple):
+    """A frame, decoded.
+
+    Attributes
+    ----------
+    coded : (heads, n_tokens, head_dim) float32
+        Coded domain.
+    error
+        As measured when it was coded. Of a frame that is cut, its tokens' share of the sum of
+        squares: an estimate; the largest error stays a bound.
+    dtype
+        What a raw frame stores its values in; "float32" for others.
+    payload
+        As stored, with the tokens that are cut off; valid as long as the snapshot.
+    """
+
+    coded: F32
+    error: ErrorStats
+    dtype: str
+    payload: memoryview
 
 
 class _Work(NamedTuple):

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 from kvcodecs.codec import BlockCodec, BlockEncoder, Chunks, CodecConfig, codec_by_number, codec_for
-from kvcodecs.frame import ErrorStats, header_tag, pack_frame, seal_record
+from kvcodecs.frame import BytesLike, ErrorStats, header_tag, pack_frame, seal_record
 from kvcodecs.plan import available_cpus
 from kvcodecs.raw import Raw
 from kvcodecs.spec import F32, Kind, KState, StreamSpec
@@ -63,7 +63,7 @@ class StreamWriter:
     config
         What the user asks of the codec.
     fit_tokens
-        Fewest tokens that a header is fitted to.
+        Fewest tokens that a header is fitted to; of no account where the codec fits nothing.
     state
         Layout as committed; a new stream has no tokens and perhaps a header.
     where
@@ -84,8 +84,11 @@ class StreamWriter:
         self.owner, self.layer, self.kind, self.spec = owner, layer, kind, spec
         self.where = where
         self.end = state.start
-        self._config, self._fit_tokens = config, fit_tokens
-        self._codec = codec_for(config)
+        self._config, self._codec = config, codec_for(config)
+        # Tokens that fix the header at a commit, and those that do before one.
+        at_once = self._codec.header_at_once
+        self._fit_tokens = 1 if at_once else fit_tokens
+        self._due_tokens = 1 if at_once else max(state.block_tokens, fit_tokens)
         self._state = state
         self._raw = codec_by_number(0)
         # Before the header is fixed.
@@ -132,18 +135,24 @@ class StreamWriter:
         self.end = self._state.start + coded.shape[1]
 
     def resume_blocks(
-        self, n_sealed: int, tail: F32 | None, error: ErrorStats, *, own: bool
+        self,
+        n_sealed: int,
+        tail: F32 | None = None,
+        payload: BytesLike = b"",
+        error: ErrorStats | None = None,
+        *,
+        own: bool,
     ) -> None:
-        """Go on after `n_sealed` blocks with the decoded tail and its measured error.
+        """Go on after `n_sealed` blocks with the tail: decoded, as it is stored, and its error.
 
-        `own` says whether the tail is stored under this owner.
+        `payload` may hold more tokens. `own` says whether the tail is stored under this owner.
         """
         self._block = n_sealed
         self.end = self._state.start + n_sealed * self._state.block_tokens
         if tail is not None:
-            self._push(tail)
-            if self._encoder is not None:
-                self._encoder.resume(error)
+            self._encoder = self._codec.encoder(self._params, self.end)
+            self._encoder.resume(tail, payload, error or ErrorStats.unknown())
+            self.end += tail.shape[1]
         self._tail_stored, self._dirty = own and tail is not None, False
 
     def begin_at(self, start: int) -> None:
@@ -179,7 +188,7 @@ class StreamWriter:
                 self._check(self._params, chunks(), self.end)
                 return prepared
             n_waiting = self.end - self._state.start + n_tokens
-            due = n_waiting >= max(self._state.block_tokens, self._fit_tokens)
+            due = n_waiting >= self._due_tokens
             # A fit finds what is not finite as well, but counts tokens from the stream's first.
             if not due or self._state.start:
                 as_is = self._raw.fit(Raw(), self.spec, chunks)

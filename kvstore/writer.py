@@ -15,7 +15,6 @@ from typing import Any, Final, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 from kvcodecs.errors import Closed, InvalidArgument, KvError, Locked, NotFound
-from kvcodecs.frame import ErrorStats
 from kvcodecs.plan import available_cpus
 from kvcodecs.rope import Rope, RopeTable, to_coded
 from kvcodecs.spec import F32, Kind, KState
@@ -219,16 +218,18 @@ class SessionWriter:
                 stream.resume_header(coding.codec, coding.params, coding.tag, header)
                 n_sealed, n_tail = divmod(max(n - state.start, 0), state.block_tokens)
                 tail = list(pieces(record, layer, kind, n - n_tail, n, blocks_only=True))
-                coded, error = None, ErrorStats.none()
+                resume = partial(stream.resume_blocks, n_sealed)
                 if tail:
-                    coded, error, _ = reader.decode(snapshot, tail[0], layer, kind)
+                    found = reader.decode(snapshot, tail[0], layer, kind)
                     own = tail[0].owner == record.owner
-                    n_values += coded.size
-                resumes.append(partial(stream.resume_blocks, n_sealed, coded, error, own=own))
+                    n_values += found.coded.size
+                    resume = partial(resume, found.coded, found.payload, found.error)
+                resumes.append(partial(resume, own=own))
             elif n > state.start:
                 (piece,) = pieces(record, layer, kind, state.start, n)
-                coded, _, dtype = reader.decode(snapshot, piece, layer, kind)
-                stream.resume_head(coded, dtype, post=record.post and kind == "k")
+                head = reader.decode(snapshot, piece, layer, kind)
+                post = record.post and kind == "k"
+                stream.resume_head(head.coded, head.dtype, post=post)
         # Tails are coded anew, which takes longer than to decode them.
         many = n_values >= _MANY_VALUES and len(resumes) > 1
         n_workers = min(available_cpus(), len(resumes)) if many else 1

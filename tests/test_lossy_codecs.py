@@ -137,8 +137,8 @@ def test_a_decoded_tail_goes_on_as_if_it_had_never_stopped(lossy, seed, first, c
     whole = stream.encode(x, first)
     before = stream.encode(x[:, :cut], first)
     tail = stream.decode(before.payload(), cut, first)
-    resumed = stream.encode(tail, first)
-    resumed.resume(before.error)
+    resumed = stream.codec.encoder(stream.params, first)
+    resumed.resume(tail, before.payload(), before.error)
     resumed.push(np.ascontiguousarray(x[:, cut:]))
     assert resumed.payload() == whole.payload()
     assert resumed.error == whole.error
@@ -189,8 +189,9 @@ def test_codecs_decode_to_the_same_values(seed, sink, sink_div, rel_step, kind, 
 def test_unknown_errors_stay_unknown(lossy):
     x = values()
     stream = Stream(lossy(), x)
-    encoder = stream.encode(x[:, :10])
-    encoder.resume(ErrorStats.unknown())
+    encoder = stream.codec.encoder(stream.params, 0)
+    head = stream.encode(x[:, :10]).payload()
+    encoder.resume(stream.decode(head, 10), head, ErrorStats.unknown())
     encoder.push(np.ascontiguousarray(x[:, 10:]))
     assert not encoder.error.is_known
 

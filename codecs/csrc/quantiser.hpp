@@ -4,24 +4,14 @@
 
 #include <cmath>
 
+#include "error_sums.hpp"
 #include "lane.hpp"
 #include "simd.hpp"
 
 namespace kv {
 
-// Measured errors. Squares are summed as integers of (unit / 256)^2, exact in a double up to 2^53: the sum does not
-// depend on the order of adding: not on chunks, nor threads, nor a restart in between.
-struct ErrorSums {
-  double max_error = 0;
-  double sum_squares = 0;
-  kv_u64 n_values = 0;
-
-  void add(const ErrorSums& other) {
-    max_error = other.max_error > max_error ? other.max_error : max_error;
-    sum_squares += other.sum_squares;
-    n_values += other.n_values;
-  }
-};
+// Squares are summed as integers of (unit / 256)^2, exact in a double up to 2^53: the sum does not depend on the order
+// of adding: not on chunks, nor threads, nor a restart in between.
 constexpr double kErrorScale = 256.0;
 constexpr double kRounder = 6755399441055744.0;  // 1.5 * 2^52: adding and subtracting it rounds to an integer
 

@@ -18,6 +18,7 @@ from .errors import (
     Truncated,
     Unsupported,
 )
+from .ggml import GGML
 from .kvr1 import KVR1
 from .plan import Plan
 from .raw import Raw
@@ -26,6 +27,7 @@ from .spec import StreamSpec
 from .tkv1 import TKV1
 
 __all__ = [
+    "GGML",
     "KVR1",
     "TKV1",
     "Closed",

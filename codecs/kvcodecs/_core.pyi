@@ -18,6 +18,8 @@ LANE_BYTES: int
 CHANNEL_BYTES: int
 BLOCK_BYTES: int
 STREAM_BYTES: int
+ROW_BLOCK_BYTES: int
+ROW_STREAM_BYTES: int
 WIDE: bool
 
 class Statistics:
@@ -156,3 +158,25 @@ def ggml_decode_values(
 def ggml_encode_values(
     scheme: int, x: npt.NDArray[Any], type: int, n_threads: int, level: int = -1
 ) -> tuple[_U8, int, int]: ...
+
+class RowEncoder:
+    def push(self, x: _F32, n_threads: int = 1) -> None: ...
+    def resume(self, rows: _Bytes, max_error: float, sum_squares: float, n_values: int) -> None: ...
+    def payload(self) -> bytes: ...
+    @property
+    def n_tokens(self) -> int: ...
+    @property
+    def error(self) -> tuple[float, float, int]: ...
+
+def row_encoder(scheme: int, heads: int, head_dim: int) -> RowEncoder: ...
+def run_row_blocks(
+    blocks: _Bytes,
+    streams: _Bytes,
+    order: _U32,
+    payloads: Sequence[Any],
+    outputs: Sequence[npt.NDArray[Any]],
+    types: Sequence[int],
+    ropes: Sequence[tuple[_F32, _F32]],
+    n_threads: int,
+    level: int,
+) -> _U8: ...

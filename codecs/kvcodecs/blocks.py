@@ -44,9 +44,9 @@ BLOCK_DTYPE = np.dtype(
 )
 
 # csrc/simd.hpp Level; the best one first.
-_LEVELS: Final = {"avx512": 2, "avx2": 1, "portable": 0}
+LEVELS: Final = {"avx512": 2, "avx2": 1, "portable": 0}
 #: Instruction sets that this CPU can decode with, the fastest first; all give the same bits.
-SIMD_LEVELS: Final = tuple(name for name, level in _LEVELS.items() if _core.level_supported(level))
+SIMD_LEVELS: Final = tuple(name for name, level in LEVELS.items() if _core.level_supported(level))
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,5 +153,5 @@ class Blocks:
             return []
         rans = next(iter(self._tables.values()))[0].rans
         arrays = self.arrays()
-        status = _core.run_blocks(rans, *arrays, *targets.arguments(), n_threads, _LEVELS[simd])
+        status = _core.run_blocks(rans, *arrays, *targets.arguments(), n_threads, LEVELS[simd])
         return [(int(status[i]), int(arrays[0][i]["output"]), "") for i in np.flatnonzero(status)]

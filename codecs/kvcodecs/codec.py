@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 Chunks: TypeAlias = Callable[[], Iterable[F32]]
 
 # Modules load on first use: each codec costs an import only to those who meet it.
-_MODULES = {0: "raw", 1: "tkv1", 2: "kvr1"}
-_NUMBERS = {"raw": 0, "tkv1": 1, "kvr1": 2}
+_MODULES = {0: "raw", 1: "tkv1", 2: "kvr1", 3: "ggml"}
+_NUMBERS = {name: number for number, name in _MODULES.items()}
 
 
 class CodecConfig(Protocol):
@@ -58,19 +58,43 @@ class BlockEncoder(Protocol):
     def payload(self) -> bytes:
         """Return the block coded so far; more tokens may follow."""
 
-    def resume(self, error: ErrorStats) -> None:
-        """Replace the error of what was pushed so far.
+    def resume(self, values: F32, payload: BytesLike, error: ErrorStats) -> None:
+        """Go on with the first tokens of a frame; nothing was pushed before.
 
-        A tail read back from its frame was quantised before: pushing it again measures no
-        error, and the frame knows the true one.
+        They keep the values that they have, and the error that the frame says: both were coded
+        from an original that is gone.
+
+        Parameters
+        ----------
+        values : (heads, n, head_dim)
+            What the tokens decode to, coded domain, coded channel order.
+        payload
+            Of the frame. Its first `n` tokens are these; there may be more.
+        error
+            Of these tokens.
         """
 
 
 class BlockCodec(Protocol):
-    """A codec of one stream's blocks. ``params`` are always its own."""
+    """A codec of one stream's blocks. ``params`` are always its own.
+
+    Attributes
+    ----------
+    number, name
+        Of the codec; a family of schemes has one of each.
+    lossless
+        Whether decoded values are those that were coded.
+    header_at_once
+        Whether `fit` looks at no value, so that a stream has its header from its first token on.
+    """
 
     number: int
     name: str
+    lossless: bool
+    header_at_once: bool
+
+    def check_stream(self, config: Any, spec: StreamSpec) -> None:
+        """Raise `InvalidArgument` if no values of the stream `spec` could be coded."""
 
     def fit(self, config: Any, spec: StreamSpec, chunks: Chunks, k_state: KState = "pre") -> Any:
         """Fix the parameters of a stream from its prefill.
@@ -113,7 +137,14 @@ class BlockCodec(Protocol):
         """Add the decoding of one block to `plan`. Use `Plan.add`."""
 
     def step(self, params: Any) -> float | None:
-        """Return the quantiser step: decoded values are within half of it. None: lossless."""
+        """Return the quantiser step: decoded values are within half of it.
+
+        None: there is no such bound, as for a codec that is lossless, or one of which only the
+        measured error is known.
+        """
+
+    def name_of(self, params: Any) -> str:
+        """Return what a stream is coded with: `name`, or for a family that and its scheme."""
 
     def worst_case_bytes(self, params: Any, n_tokens: int) -> int:
         """Return a payload size that no block of `n_tokens` exceeds."""
@@ -129,10 +160,17 @@ def codec_by_number(number: int) -> BlockCodec:
 
 
 def codec_by_name(name: str) -> BlockCodec:
-    """Return the codec called `name`, else raise `Unsupported`."""
-    if name not in _NUMBERS:
+    """Return the codec called `name`, else raise `Unsupported`.
+
+    One scheme of a family has the family's name before it, ``"ggml.q8_0"``, in any case.
+    """
+    family, scheme = _split(name)
+    if family not in _NUMBERS:
         raise Unsupported(f"codec {name!r} is unknown; this release has {', '.join(_NUMBERS)}")
-    return codec_by_number(_NUMBERS[name])
+    codec = codec_by_number(_NUMBERS[family])
+    if scheme:
+        _config(family, {"scheme": scheme}, name)
+    return codec
 
 
 def codec_for(config: CodecConfig) -> BlockCodec:
@@ -145,8 +183,20 @@ def codec_for(config: CodecConfig) -> BlockCodec:
 def config_from_json(data: Mapping[str, object]) -> CodecConfig:
     """Return the configuration that its `to_json` described."""
     fields = dict(data)
-    codec = codec_by_name(str(fields.pop("codec", None)))
-    config: CodecConfig = import_module(
-        f".{_MODULES[codec.number]}", __package__
-    ).config_from_fields(fields)
+    name = str(fields.pop("codec", None))
+    family, scheme = _split(name)
+    codec_by_name(family)
+    return _config(family, {**fields, "scheme": scheme} if scheme else fields, name)
+
+
+def _split(name: str) -> tuple[str, str]:
+    family, _, scheme = name.partition(".")
+    return (family.lower(), scheme) if scheme else (name, "")
+
+
+def _config(family: str, fields: Mapping[str, object], name: str) -> CodecConfig:
+    module = import_module(f".{family}", __package__)
+    if "scheme" in fields and not hasattr(module, "SCHEMES"):
+        raise Unsupported(f"codec {name!r} is unknown; {family} has no schemes")
+    config: CodecConfig = module.config_from_fields(fields)
     return config

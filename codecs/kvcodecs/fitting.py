@@ -15,7 +15,7 @@ import numpy as np
 from . import _core
 from .codec import BlockEncoder, Chunks
 from .errors import InvalidArgument
-from .frame import ErrorStats
+from .frame import BytesLike, ErrorStats
 from .quantiser import EXACT_UNITS, MAX_UNITS, QuantiserConfig, QuantiserParams, session_step
 from .spec import F32, KState, StreamSpec, describe_value
 
@@ -54,7 +54,9 @@ class CoreEncoder:
     def payload(self) -> bytes:
         return self._core.payload()
 
-    def resume(self, error: ErrorStats) -> None:
+    def resume(self, values: F32, payload: BytesLike, error: ErrorStats) -> None:
+        # Coding decoded values again gives the same values and bytes, but measures no error.
+        self.push(values)
         self._core.error = (error.max_error, error.sum_squares, error.n_values)
 
 
@@ -72,10 +74,17 @@ class QuantisingCodec(ABC, Generic[ConfigT, ParamsT]):
         other tokens.
     """
 
+    name: str
+    lossless = False
+    header_at_once = False
+
     class_of_one: ClassVar[int]
     n_classes: ClassVar[int]
     pairs_share: ClassVar[bool]
     sinks_apart: ClassVar[bool]
+
+    def check_stream(self, config: ConfigT, spec: StreamSpec) -> None:
+        """See `BlockCodec.check_stream`; values decide, as the step is fitted to them."""
 
     @abstractmethod
     def encoder(self, params: ParamsT, first_token: int) -> BlockEncoder:
@@ -122,6 +131,9 @@ class QuantisingCodec(ABC, Generic[ConfigT, ParamsT]):
 
     def step(self, params: ParamsT) -> float | None:
         return params.step
+
+    def name_of(self, params: ParamsT) -> str:
+        return self.name
 
     def _fitted(
         self, statistics: _core.Statistics, config: ConfigT, spec: StreamSpec, step: float

@@ -19,6 +19,7 @@ from .errors import Corrupt, InvalidArgument, Truncated
 from .frame import BytesLike
 from .lanes import Lanes, LaneTables
 from .rope import RopeTable, from_coded
+from .rows import Rows, RowTables
 from .spec import F32, FLOAT_DTYPES, KState, StreamSpec
 
 if TYPE_CHECKING:
@@ -107,6 +108,7 @@ class Plan:
         self._targets = Targets()
         self._lanes = Lanes()
         self._blocks = Blocks()
+        self._rows = Rows()
         self._copies: list[tuple[npt.NDArray[Any], StreamSpec, Placement]] = []
 
     def add(
@@ -196,6 +198,13 @@ class Plan:
         target, rope = self._targets.add(payload, placement)
         self._blocks.add(tables, first_token, placement, target, rope)
 
+    def decode_rows(
+        self, tables: RowTables, payload: BytesLike, first_token: int, placement: Placement
+    ) -> None:
+        """Add one frame of fixed-rate rows; `tables` are its stream's, added once for all."""
+        target, rope = self._targets.add(payload, placement)
+        self._rows.add(tables, first_token, placement, target, rope)
+
     def run(self, n_threads: int | None = None, simd: str | None = None) -> None:
         """Decode everything into the outputs.
 
@@ -204,8 +213,8 @@ class Plan:
         n_threads
             None or 0: one per CPU this process may use. The result does not depend on it.
         simd
-            Instruction set for KVR1 blocks, one of `SIMD_LEVELS`; None: the fastest. The result
-            does not depend on it.
+            Instruction set for KVR1 blocks and fixed-rate rows, one of `SIMD_LEVELS`; None: the
+            fastest. The result does not depend on it.
 
         Raises
         ------
@@ -223,6 +232,7 @@ class Plan:
         n_threads = n_threads or available_cpus()
         failures = self._lanes.run(self._targets, n_threads)
         failures += self._blocks.run(self._targets, n_threads, simd or SIMD_LEVELS[0])
+        failures += self._rows.run(self._targets, n_threads, simd or SIMD_LEVELS[0])
         if failures:
             self._raise(failures)
 

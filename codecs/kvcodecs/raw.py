@@ -91,7 +91,8 @@ class _RawEncoder:
         self._chunks = [np.concatenate(self._chunks, axis=1)]
         return code + _little_endian(self._chunks[0]).tobytes()
 
-    def resume(self, error: ErrorStats) -> None:
+    def resume(self, values: F32, payload: BytesLike, error: ErrorStats) -> None:
+        self.push(values)
         self._error = error
 
 
@@ -100,6 +101,12 @@ class RawCodec:
 
     number = 0
     name = "raw"
+    lossless = True
+    # It could be, but the raw head of a stream without one keeps values in fewer bytes.
+    header_at_once = False
+
+    def check_stream(self, config: Raw, spec: StreamSpec) -> None:
+        pass
 
     def fit(
         self, config: Raw, spec: StreamSpec, chunks: Chunks, k_state: KState = "pre"
@@ -163,6 +170,9 @@ class RawCodec:
 
     def step(self, params: RawParams) -> float | None:
         return None
+
+    def name_of(self, params: RawParams) -> str:
+        return self.name
 
     def worst_case_bytes(self, params: RawParams, n_tokens: int) -> int:
         return 1 + params.spec.n_values(n_tokens) * params.dtype.itemsize

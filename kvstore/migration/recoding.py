@@ -162,10 +162,11 @@ class _Decoded:
         passing = Passing(self._snapshot)
         for piece in self._pieces():
             value = first_value(self._snapshot, piece, self._reader.where)
-            coded, error, dtype = self._reader.decode(self._snapshot, piece, *self._stream)
+            found = self._reader.decode(self._snapshot, piece, *self._stream)
+            coded, error = found.coded, found.error
             if not piece.exact:
                 error = self._reader.open(self._snapshot, piece, *self._stream)[1].error
-            self.dtypes.add(dtype)
+            self.dtypes.add(found.dtype)
             self.errors.append((piece.start, piece.stop, error))
             if value is not None:
                 self.n_bytes += value.nbytes

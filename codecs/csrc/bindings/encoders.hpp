@@ -7,7 +7,7 @@
 #include <mutex>
 #include <utility>
 
-#include "../quantiser.hpp"
+#include "../error_sums.hpp"
 #include "python.hpp"
 
 namespace kv::bindings {

@@ -1,6 +1,7 @@
 // Block-quantised values of ggml's schemes.
-#include "../ggml/pieces.hpp"
-#include "python.hpp"
+#include "../ggml/rows.hpp"
+#include "encoders.hpp"
+#include "plan.hpp"
 
 namespace kv::bindings {
 
@@ -118,6 +119,56 @@ nb::tuple ggml_encode_values(kv_u32 scheme, const AnythingRead& x, kv_u32 type, 
   return nb::make_tuple(result, refused.value, refused.block);
 }
 
+std::unique_ptr<Locked<ggml::RowEncoder>> row_encoder(kv_u32 scheme, kv_u32 heads, kv_u32 head_dim) {
+  const ggml::Format format = checked_format(scheme);
+  if (ggml::encoder(scheme, best_level()) == nullptr || ggml::decoder(scheme, best_level()) == nullptr)
+    invalid("scheme without an encoder");
+  if (heads == 0 || head_dim == 0 || (kv_u64)heads * head_dim > kMaxChannels) invalid("channels");
+  if ((kv_u64)heads * head_dim % format.values) invalid("rows are not whole blocks");
+  return locked(ggml::RowEncoder({heads, head_dim, scheme}));
+}
+
+void push_rows(Locked<ggml::RowEncoder>& locked, const Array3<float>& x, unsigned n_threads) {
+  const auto& g = locked.encoder.geometry();
+  if (x.shape(0) != g.heads || x.shape(2) != g.head_dim) invalid("row encoder: [heads][tokens][head_dim] expected");
+  if (!locked.with([&](ggml::RowEncoder& e) { return e.push(x.data(), x.shape(1), n_threads); }))
+    invalid("the scale of a block leaves float16");
+}
+
+void resume_rows(Locked<ggml::RowEncoder>& locked, nb::handle data, double max_error, double sum_squares,
+                 kv_u64 n_values) {
+  Buffer rows(data);
+  if (rows.size() % locked.encoder.row_bytes()) invalid("row encoder: not whole rows");
+  locked.with([&](ggml::RowEncoder& e) { e.resume(rows.bytes(), rows.size(), {max_error, sum_squares, n_values}); });
+}
+
+// blocks: bytes of BLOCK_DTYPE rows, streams: bytes of STREAM_DTYPE rows. Returns one status a block.
+Result<kv_u8> run_row_blocks(nb::handle block_rows, nb::handle stream_rows, const Array1<kv_u32>& order,
+                             nb::sequence payloads, nb::sequence outputs, nb::sequence types, nb::sequence ropes,
+                             unsigned n_threads, int level) {
+  level = checked_level(level);
+  Buffer blocks(block_rows), streams(stream_rows);
+  ggml::RowTables tables{};
+  std::tie(tables.blocks, tables.n_blocks) = rows_of<ggml::RowBlock>(blocks);
+  std::tie(tables.streams, tables.n_streams) = rows_of<ggml::RowStream>(streams);
+  tables.order = order.data();
+  tables.n_order = order.shape(0);
+  PlanObjects objects;
+  objects.hold(tables, payloads, outputs, types, ropes);
+  for (kv_u64 i = 0; i < tables.n_blocks; ++i)
+    if (const char* fault = ggml::row_block_fault(tables, tables.blocks[i]))
+      invalid("plan: block " + std::to_string(i) + ": " + fault + " out of range");
+  kv_u8* status;
+  auto result = new_array<kv_u8>({(size_t)tables.n_blocks}, &status);
+  bool ok;
+  {
+    nb::gil_scoped_release release;
+    ok = ggml::run_row_blocks(tables, status, n_threads, level);
+  }
+  if (!ok) throw std::bad_alloc();
+  return result;
+}
+
 }  // namespace
 
 void bind_ggml(nb::module_& m) {
@@ -126,6 +177,21 @@ void bind_ggml(nb::module_& m) {
   m.def("ggml_encode", &ggml_encode, "scheme"_a, "x"_a, "level"_a = -1);
   m.def("ggml_decode_values", &ggml_decode_values, "scheme"_a, "data"_a, "out"_a, "type"_a, "n_threads"_a,
         "level"_a = -1);
+  m.attr("ROW_BLOCK_BYTES") = sizeof(ggml::RowBlock);
+  m.attr("ROW_STREAM_BYTES") = sizeof(ggml::RowStream);
+  using L = Locked<ggml::RowEncoder>;
+  nb::class_<L>(m, "RowEncoder")
+      .def("push", &push_rows, "x"_a, "n_threads"_a = 1)
+      .def("resume", &resume_rows, "rows"_a, "max_error"_a, "sum_squares"_a, "n_values"_a)
+      .def("payload", [](L& l) { return to_bytes(l.with([](ggml::RowEncoder& e) { return e.payload(); })); })
+      .def_prop_ro("n_tokens", [](L& l) { return l.with([](ggml::RowEncoder& e) { return e.n_tokens(); }); })
+      .def_prop_ro("error", [](L& l) {
+        const ErrorSums sums = l.with([](ggml::RowEncoder& e) { return e.error(); });
+        return nb::make_tuple(sums.max_error, sums.sum_squares, sums.n_values);
+      });
+  m.def("row_encoder", &row_encoder, "scheme"_a, "heads"_a, "head_dim"_a);
+  m.def("run_row_blocks", &run_row_blocks, "blocks"_a, "streams"_a, "order"_a, "payloads"_a, "outputs"_a, "types"_a,
+        "ropes"_a, "n_threads"_a, "level"_a);
   m.def("ggml_encode_values", &ggml_encode_values, "scheme"_a, "x"_a, "type"_a, "n_threads"_a, "level"_a = -1);
 }
 

@@ -1,8 +1,8 @@
 """A session as formats that are no archive take it: standing alone, its blocks as they are coded.
 
 Payloads are copied. Two things are not: a block of which the session has only the first tokens,
-and a raw head of which it lacks some. The block is decoded and coded with the same parameters,
-which gives the same values; the head is cut.
+and a raw head of which it lacks some. The block is coded anew from what it decodes to, or its rows
+are cut where it has rows, which gives the same values; the head is cut.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvstore.backend import Snapshot
 from kvstore.migration.needed import Item
 from kvstore.passing import Passing
 from kvstore.pieces import Piece, pieces
-from kvstore.reader import Reader
+from kvstore.reader import Decoded, Reader
 from kvstore.session_record import SessionRecord, StreamName, StreamState
 from kvstore.spans import head_of, header_of, spans_of
 from kvstore.token_ids import CHUNK_TOKENS, Ids, read_ids
@@ -111,9 +111,10 @@ class StreamCopy:
             return None
         record = self._item.record
         (piece,) = pieces(record, self.layer, self.kind, self.start, self._head_stop)
-        coded, error, dtype = self._decode(piece)
-        kept = np.ascontiguousarray(coded[:, self.start - piece.first_token :])
-        return RawHead(self.state.n_head, raw_payload(kept, self._spec(), dtype), error)
+        found = self._decode(piece)
+        kept = np.ascontiguousarray(found.coded[:, self.start - piece.first_token :])
+        payload = raw_payload(kept, self._spec(), found.dtype)
+        return RawHead(self.state.n_head, payload, found.error)
 
     def blocks(self) -> Iterator[Block]:
         """Yield the blocks in order; payloads are valid as long as the snapshot is."""
@@ -129,9 +130,10 @@ class StreamCopy:
             coded_at = piece.first_token - piece.offset
             whole: bytes | memoryview = payload
             if head.n_tokens != piece.n_tokens:
-                coded, error, _ = self._decode(piece)
+                found = self._decode(piece)
+                error = found.error
                 encoder = codec.encoder(params, coded_at)
-                encoder.push(np.ascontiguousarray(coded))
+                encoder.resume(np.ascontiguousarray(found.coded), found.payload, error)
                 whole = encoder.payload()
             yield Block(
                 piece.first_token, piece.n_tokens, coded_at, codec, params, header, whole, error
@@ -142,7 +144,7 @@ class StreamCopy:
     def _spec(self) -> Any:
         return self._item.model.stream(self.layer, self.kind)
 
-    def _decode(self, piece: Piece) -> tuple[F32, ErrorStats, str]:
+    def _decode(self, piece: Piece) -> Decoded:
         return self._reader.decode(self._snapshot, piece, self.layer, self.kind)
 
     def _coding(self, owner: int) -> tuple[BlockCodec, Any, bytes]:

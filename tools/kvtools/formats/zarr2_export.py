@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 from kvcodecs.codec import BlockCodec, codec_by_number
-from kvcodecs.container import DTYPES, MAGIC, Head, Layout, read_head
+from kvcodecs.container import BLOCK_CODECS, DTYPES, MAGIC, Head, Layout, read_head
 from kvcodecs.frame import ErrorStats, header_tag, pack_frame, seal_record
 from kvcodecs.kvr1 import KVR1
 from kvcodecs.plan import Plan
@@ -46,7 +46,7 @@ from kvtools.formats.stream_copy import (
 )
 
 FORMAT = "kvstore zarr2"
-LAYOUTS: dict[str, Layout] = {"tkv1": "lane", "kvr1": "kvr1", "raw": "raw"}
+LAYOUTS: dict[str, Layout] = {codec: layout for layout, codec in BLOCK_CODECS.items()}
 #: Raw heads and raw streams by what their first byte says; bfloat16, which zarr lacks, widened.
 _RAW_DTYPES = ("float32", "float16", "bfloat16")
 HEAD_SUFFIX = "_head"
@@ -142,10 +142,12 @@ def container(block: Block, spec: StreamSpec, size: int, dtype: int) -> bytes:
     header = block.codec.pack(params)
     payload: bytes | memoryview = block.payload
     if block.n_tokens < size:
-        coded = np.zeros((spec.heads, size, spec.head_dim), np.float32)
-        decode_payload(block.codec, params, block.payload, coded[:, : block.n_tokens])
+        coded = np.empty((spec.heads, block.n_tokens, spec.head_dim), np.float32)
+        decode_payload(block.codec, params, block.payload, coded)
         encoder = block.codec.encoder(params, 0)
-        encoder.push(coded)
+        encoder.resume(coded, block.payload, block.error)
+        padding = size - block.n_tokens
+        encoder.push(np.zeros((spec.heads, padding, spec.head_dim), np.float32))
         payload = encoder.payload()
     head = Head(
         LAYOUTS[block.codec.name], dtype, spec.kind, 0, spec.heads, spec.head_dim, size, size
@@ -203,6 +205,8 @@ def _compressor(codec: BlockCodec, params: Any, kind: Kind, size: int) -> dict[s
     """Return the configuration of the numcodecs class; what it decodes says the rest."""
     if codec.number == 0:
         return {"id": "kvraw", "kind": kind, "block_tokens": size}
+    if codec.name == "ggml":
+        return {"id": "ggml", "scheme": params.scheme.name, "kind": kind, "block_tokens": size}
     config: dict[str, object]
     if codec.name == "tkv1":
         lanes = 0 if params.width == params.spec.head_dim else params.width

@@ -105,7 +105,8 @@ class Zarr2Session:
                 coded = np.empty((spec.heads, n_there, spec.head_dim), np.float32)
                 decode_payload(codec, plain, payload, coded)
                 encoder = codec.encoder(own, first)
-                encoder.push(np.ascontiguousarray(coded[:, :n_tokens]))
+                kept = np.ascontiguousarray(coded[:, :n_tokens])
+                encoder.resume(kept, payload, error)
                 payload = memoryview(encoder.payload())
             frame = pack_frame(
                 codec=codec.number,
