@@ -180,3 +180,27 @@ def run_row_blocks(
     n_threads: int,
     level: int,
 ) -> _U8: ...
+
+class Attention:
+    def add(
+        self,
+        k: _Bytes | _F32,
+        k_scheme: int,
+        v: _Bytes | _F32,
+        v_scheme: int,
+        first_position: int,
+        inv_freq: _F32 | None,
+        scaling: float,
+        n_threads: int,
+    ) -> None: ...
+    def result(self) -> _F32: ...
+
+def attention(
+    q: _F32,
+    v_dim: int,
+    scale: float,
+    first: _I64,
+    last: _I64,
+    order: _I32 | None,
+    level: int = -1,
+) -> Attention: ...
