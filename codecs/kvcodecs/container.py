@@ -28,14 +28,19 @@ from .frame import (
 from .plan import Plan
 from .spec import F32, MAX_BLOCK_TOKENS, MAX_VALUES, Kind, StreamSpec, describe_value
 
-Layout: TypeAlias = Literal["lane", "stream", "kvr1", "raw"]
+Layout: TypeAlias = Literal["lane", "stream", "kvr1", "raw", "ggml"]
 
 MAGIC: Final = b"KVC1"
 FILE_MAGIC: Final = b"KVCT"
 
-LAYOUTS: Final[tuple[Layout, ...]] = ("lane", "stream", "kvr1", "raw")
+LAYOUTS: Final[tuple[Layout, ...]] = ("lane", "stream", "kvr1", "raw", "ggml")
 #: Codecs of the layouts that are made of frames.
-BLOCK_CODECS: Final[dict[Layout, str]] = {"lane": "tkv1", "kvr1": "kvr1", "raw": "raw"}
+BLOCK_CODECS: Final[dict[Layout, str]] = {
+    "lane": "tkv1",
+    "kvr1": "kvr1",
+    "raw": "raw",
+    "ggml": "ggml",
+}
 KINDS: Final[tuple[Kind, ...]] = ("k", "v")
 DTYPES: Final[tuple[np.dtype[Any], ...]] = (
     np.dtype(np.float32),
@@ -155,11 +160,13 @@ def encode_blocks(head: Head, config: CodecConfig, y: F32, *, unplaced: bool = F
         check_overflow(y, head.dtype, step / 2)
     stream_header = codec.pack(params)
     tag = header_tag(stream_header)
+    largest = 0.0
     parts = [seal_record(MAGIC, head.pack() + stream_header)]
     for block in range(head.n_blocks):
         first, n = head.span(block)
         encoder = codec.encoder(params, first)
         encoder.push(y[:, first : first + n])
+        largest = max(largest, encoder.error.max_error)
         frame = pack_frame(
             codec=codec.number,
             kind=head.kind,
@@ -173,6 +180,8 @@ def encode_blocks(head: Head, config: CodecConfig, y: F32, *, unplaced: bool = F
             unplaced=unplaced,
         )
         parts.append(frame)
+    if step is None and not codec.lossless:
+        check_overflow(y, head.dtype, largest)
     return b"".join(parts)
 
 

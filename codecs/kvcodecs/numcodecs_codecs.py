@@ -1,4 +1,4 @@
-"""The numcodecs classes of TKV1, KVR1 and raw: an array in, a self-contained container out.
+"""The numcodecs classes of TKV1, KVR1, ggml and raw: an array in, a self-contained container out.
 
 The only module that imports numcodecs. The bytes are in `container`.
 """
@@ -28,6 +28,7 @@ from .container import (
 )
 from .errors import Corrupt, InvalidArgument, Truncated
 from .frame import seal_record
+from .ggml import GGML
 from .kvr1 import KVR1
 from .raw import Raw
 from .spec import F32, KINDS, MAX_BLOCK_TOKENS, MAX_VALUES, Kind, StreamSpec
@@ -339,6 +340,59 @@ class KVR1Codec(_ArrayCodec):
     ) -> None:
         asked = KVR1(rel_step, step, max_error, rmse, bpv, sink, sink_div, ar)
         super().__init__(kind, asked, block_tokens, "kvr1")
+
+
+class GGMLCodec(_ArrayCodec):
+    """ggml's block schemes for numcodecs: ``[heads][tokens][head_dim]`` floats at a fixed rate.
+
+    Arrays have these three axes and an even `head_dim`; ``heads * head_dim``, the values of a
+    token, are a multiple of the scheme's block size.
+
+    Parameters
+    ----------
+    scheme
+        ``"q8_0"``, ``"q4_k"`` and so on, in any case; FORMAT.md section 10 has all of them.
+    kind
+        ``"k"`` or ``"v"``: kept with the array; both are coded alike.
+    block_tokens
+        Tokens per frame, at most 2^20: each has a checksum.
+
+    Raises
+    ------
+    InvalidArgument
+        No such scheme, or a value out of range.
+
+    Notes
+    -----
+    Lossy, and there is no bound: the frames say what error was measured. Coding decoded values
+    again moves them. An array whose decoded values might overflow its dtype is refused, as is one
+    with a block whose scale leaves float16.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> codec = GGMLCodec("q8_0")
+    >>> x = np.linspace(-1, 1, 96, dtype="f2").reshape(1, 3, 32)
+    >>> y = codec.decode(codec.encode(x))
+    >>> y.dtype, y.shape, bool(abs(x - y).max() < 0.01)
+    (dtype('float16'), (1, 3, 32), True)
+    """
+
+    codec_id = "ggml"
+
+    def __init__(self, scheme: str, kind: Kind = "v", *, block_tokens: int = 128) -> None:
+        asked = GGML(scheme)
+        super().__init__(kind, asked, block_tokens, "ggml")
+        self._scheme = asked.scheme
+
+    def get_config(self) -> dict[str, object]:
+        """Return the JSON configuration that `numcodecs.get_codec` takes."""
+        return {
+            "id": self.codec_id,
+            "scheme": self._scheme,
+            "kind": self._kind,
+            "block_tokens": self._block_tokens,
+        }
 
 
 class KVRawCodec(_ArrayCodec):

@@ -32,6 +32,7 @@ from zarr.core.array_spec import ArraySpec
 from zarr.core.buffer import Buffer, NDBuffer, cpu
 from zarr.storage import StorePath
 
+from .codec import codec_by_name
 from .errors import Corrupt, InvalidArgument, Unsupported
 from .spec import Kind, StreamSpec
 from .zarr_configuration import NAME, ArchiveArray, OwnArray, check_header
@@ -101,14 +102,14 @@ class FrameCodec(
     Parameters
     ----------
     codec
-        ``"tkv1"``, ``"kvr1"`` or ``"raw"``.
+        ``"tkv1"``, ``"kvr1"``, ``"raw"``, or one of ggml's schemes: ``"ggml.q8_0"``.
     kind
         ``"k"`` (give K before RoPE) or ``"v"``.
     step
         Quantiser step: values come back within half of it; float16 adds half a unit in the last
         place.
     rel_step
-        The step as a fraction of the RMS of each chunk. Give one of both; none for raw.
+        The step as a fraction of the RMS of each chunk. Give one of both; none for raw and ggml.
 
     Raises
     ------
@@ -195,7 +196,9 @@ class FrameCodec(
         if len(shape) != 3:
             raise InvalidArgument(f"{NAME}: shape {shape}, expected (heads, tokens, head_dim)")
         heads, tokens, head_dim = shape
-        StreamSpec(self.array.kind, heads, head_dim)
+        spec = StreamSpec(self.array.kind, heads, head_dim)
+        if isinstance(self.array, OwnArray):
+            codec_by_name(self.array.codec).check_stream(self.array.asked("float32"), spec)
         return heads, tokens, head_dim
 
     def _decode_sync(self, chunk_data: Buffer, chunk_spec: ArraySpec) -> NDBuffer:

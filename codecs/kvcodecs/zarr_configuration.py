@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from .codec import CodecConfig, codec_by_name
+from .codec import CodecConfig, codec_by_name, config_from_json
 from .errors import Corrupt, InvalidArgument, Unsupported
 from .frame import header_tag
 from .kvr1 import KVR1
@@ -171,13 +171,13 @@ class OwnArray:
     Attributes
     ----------
     codec
-        ``"tkv1"``, ``"kvr1"`` or ``"raw"``.
+        ``"tkv1"``, ``"kvr1"``, ``"raw"``, or one of ggml's schemes: ``"ggml.q8_0"``.
     kind
         ``"k"`` or ``"v"``.
     step
         Quantiser step: values come back within half of it.
     rel_step
-        The step as a fraction of the RMS of each chunk. One of both, none for raw.
+        The step as a fraction of the RMS of each chunk. One of both, none for raw and ggml.
 
     Raises
     ------
@@ -199,9 +199,20 @@ class OwnArray:
         n_steps = (self.step is not None) + (self.rel_step is not None)
         if self.codec == "raw" and n_steps:
             raise InvalidArgument(f"{NAME}: raw keeps values as they are; give it no step")
-        if self.codec != "raw" and n_steps != 1:
+        if self.family == "ggml":
+            if n_steps:
+                raise InvalidArgument(f"{NAME}: {self.codec} has a fixed rate; give it no step")
+            if self.codec == "ggml":
+                raise InvalidArgument(f"{NAME}: ggml needs a scheme, as in 'ggml.q8_0'")
+            object.__setattr__(self, "codec", config_from_json({"codec": self.codec}).codec)
+        elif self.codec != "raw" and n_steps != 1:
             raise InvalidArgument(f"{NAME}: {self.codec} needs one of step and rel_step")
         self.asked("float32")
+
+    @property
+    def family(self) -> str:
+        """What the codec is called without its scheme."""
+        return codec_by_name(self.codec).name
 
     def to_json(self) -> dict[str, Any]:
         """Return the configuration of the codec in `zarr.json`."""
@@ -226,6 +237,8 @@ class OwnArray:
         """Return what is asked of the codec for chunks of a dtype."""
         if self.codec == "raw":
             return Raw(dtype)
+        if self.family == "ggml":
+            return config_from_json({"codec": self.codec})
         # No sinks: whether a chunk is the first of its array is not known to whoever codes it.
         quantiser = TKV1 if self.codec == "tkv1" else KVR1
         return quantiser(step=self.step, rel_step=self.rel_step, sink=0)

@@ -121,7 +121,7 @@ def encode_own(array: OwnArray, x: npt.NDArray[Any]) -> bytes:
         raise InvalidArgument(f"{NAME}: chunks of {n_tokens} tokens, expected 1 to 2^20")
     y, dtype = as_float32(x), x.dtype.newbyteorder("=")
     sizes = heads, head_dim, n_tokens, n_tokens
-    head = Head(_LAYOUTS[array.codec], DTYPES.index(dtype), array.kind, 0, *sizes)
+    head = Head(_LAYOUTS[array.family], DTYPES.index(dtype), array.kind, 0, *sizes)
     try:
         check_finite(y, spec)
         return encode_blocks(head, array.asked(dtype.name), y, unplaced=True)
@@ -135,12 +135,14 @@ def decode_own(
     """Return tokens `rows` of a chunk; see `decode_archived`."""
     head, stream_header, rest = read_head(byte_view(data))
     found = (BLOCK_CODECS.get(head.layout), head.kind, head.heads, head.n_tokens, head.head_dim)
-    expected = (array.codec, array.kind, *shape)
+    expected = (array.family, array.kind, *shape)
     if found != expected or head.n_blocks != 1:
         raise Corrupt(f"zarr chunk: {head.n_blocks} blocks of {found}, expected one of {expected}")
     (payload,) = read_blocks(head, stream_header, rest)
     codec = codec_by_name(array.codec)
     params = codec.unpack(head.spec(), stream_header)
+    if codec.name_of(params) != array.codec:
+        raise Corrupt(f"zarr chunk: {codec.name_of(params)}, expected {array.codec}")
     return _decode(codec, params, payload, 0, head.n_tokens, rows, dtype, "zarr chunk")
 
 

@@ -174,6 +174,7 @@ def _stream_details(info: SessionInfo, stream: StreamInfo, window: int | None) -
         "head_dim": stream.head_dim,
         "codec": stream.codec,
         "step": stream.step,
+        "lossless": stream.lossless,
         "bound": _bound(info, stream),
         "max_error": stream.error.max_error,
         "rms_error": stream.error.rms,
@@ -261,7 +262,7 @@ def _window_cells(model: Model, stream: StreamInfo) -> tuple[str, str]:
 
 
 def _bound(info: SessionInfo, stream: StreamInfo) -> float | None:
-    """Largest error the codec allows in the coded domain; 0 when lossless, None when unknown.
+    """Largest error the codec allows in the coded domain; 0 when exact, None where it states none.
 
     Of what was coded anew only the last codec is known, and not how far off its input was.
     """
@@ -269,7 +270,8 @@ def _bound(info: SessionInfo, stream: StreamInfo) -> float | None:
         return None
     if stream.step is not None:
         return stream.step / 2
-    return 0.0 if stream.error.max_error == 0 else None
+    in_head = stream.n_head_tokens >= stream.n_tokens - stream.start_token
+    return 0.0 if stream.lossless or in_head else None
 
 
 def _error_over_bound(info: SessionInfo) -> float | None:
@@ -287,9 +289,12 @@ def _bound_text(info: SessionInfo) -> str:
         times = count_text(info.n_recoded + 1, "coding")
         return f"a bound, of {times} together: kvstore migrate --codec coded it anew"
     ratio = _error_over_bound(info)
+    unbound = any(_bound(info, stream) is None for stream in info.streams)
     if ratio is None:
-        return "bit exact" if info.error.max_error == 0 else "no bound recorded"
+        return "measured; the codec states no bound" if unbound else "bit exact"
     text = f"at most {ratio:.4f} of each stream's bound"
+    if unbound:
+        text += ", where the codec states one"
     if info.k_state == "post":
         return f"{text} (in float32, {CODED_DOMAIN})"
     return f"{text} (in float32)"

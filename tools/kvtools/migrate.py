@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import argparse
 import importlib
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from kvcodecs.codec import CodecConfig
 from kvcodecs.errors import InvalidArgument
+from kvcodecs.spec import Kind
 
 import kvstore
 from kvstore.catalog import listed_names
 from kvstore.migration.plan import chosen_names
 from kvstore.place import MEMORY_PREFIX, Place
+from kvtools.codec_options import CODEC_OPTIONS, other_codecs
 from kvtools.formats.foreign import (
     TKV_SUFFIX,
     ZARR2_PREFIX,
@@ -26,7 +29,6 @@ from kvtools.formats.foreign import (
     take_in,
     tkv_sessions,
 )
-from kvtools.pack import POLICIES, codec_config
 from kvtools.terminal import (
     Progress,
     count_text,
@@ -38,12 +40,13 @@ from kvtools.terminal import (
     size_text,
 )
 
+Codecs: TypeAlias = Mapping[Kind, CodecConfig]
 SAFETENSORS = ".safetensors"
 
 
 def run_migrate(args: argparse.Namespace) -> int:
     """Migrate; a new archive appears whole or not at all."""
-    codec = _codec(args)
+    codec = other_codecs(args)
     for text in (args.source, args.target):
         if text.startswith(MEMORY_PREFIX):
             raise InvalidArgument(f"{text}: an archive in memory would end with this command")
@@ -68,16 +71,6 @@ def run_migrate(args: argparse.Namespace) -> int:
     return 0
 
 
-def _codec(args: argparse.Namespace) -> CodecConfig | None:
-    """Return the codec that is asked for; wrong usage exits."""
-    if args.codec is not None:
-        return codec_config(args)
-    for name in (*POLICIES, "sink", "sink_div"):
-        if getattr(args, name) is not None:
-            args.parser.error(f"--{name.replace('_', '-')} goes with --codec")
-    return None
-
-
 def _foreign_source(args: argparse.Namespace) -> bool:
     return args.source.startswith(ZARR2_PREFIX) or is_tkv_folder(args.source)
 
@@ -88,7 +81,7 @@ def _foreign_target(args: argparse.Namespace) -> bool:
 
 
 def _between_archives(
-    args: argparse.Namespace, codec: CodecConfig | None, advance: Progress
+    args: argparse.Namespace, codec: Codecs | None, advance: Progress
 ) -> kvstore.Migrated:
     return kvstore.migrate(
         args.source,
@@ -103,9 +96,7 @@ def _between_archives(
     )
 
 
-def _export(
-    args: argparse.Namespace, codec: CodecConfig | None, advance: Progress
-) -> kvstore.Migrated:
+def _export(args: argparse.Namespace, codec: Codecs | None, advance: Progress) -> kvstore.Migrated:
     from kvtools.formats import tkv_export, zarr2_export
 
     is_zarr2 = args.target.startswith(ZARR2_PREFIX)
@@ -123,7 +114,7 @@ def _export(
     )
 
 
-def _take_in(args: argparse.Namespace, codec: CodecConfig | None) -> kvstore.Migrated:
+def _take_in(args: argparse.Namespace, codec: Codecs | None) -> kvstore.Migrated:
     if _foreign_target(args):
         raise InvalidArgument(
             f"{args.target}: no archive, nor is {args.source}; go to an archive "
@@ -159,7 +150,7 @@ def _pack(args: argparse.Namespace) -> int:
 
 def _unpack(args: argparse.Namespace) -> int:
     """Unpack one session to a safetensors file."""
-    if args.codec is not None:
+    if other_codecs(args) is not None:
         args.parser.error("--codec does not go with a safetensors file, which is not coded")
     with kvstore.open(args.source) as archive:
         names = chosen_names(archive.names(), args.sessions, args.source)
@@ -181,7 +172,7 @@ def _delegate(args: argparse.Namespace, argv: list[str], **also: Any) -> int:
         *argv[3:],
     ]
     given = cli.build_parser().parse_args(argv)
-    for option in ("json", "quiet", *POLICIES, "sink", "sink_div"):
+    for option in ("json", "quiet", *CODEC_OPTIONS):
         if hasattr(given, option):
             setattr(given, option, getattr(args, option))
     for option, value in also.items():

@@ -8,14 +8,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from kvcodecs.codec import CodecConfig
 from kvcodecs.errors import InvalidArgument, KvError, NotFound
-from kvcodecs.spec import Kind
 
 import kvstore
 from kvstore.keys import check_name
 from kvstore.layout import MAX_FIT_TOKENS
 from kvstore.place import MEMORY_PREFIX, Place
+from kvtools.codec_options import codec_configs
 from kvtools.kvfile import KvFile
 from kvtools.rope_options import check_rope, rope_option
 from kvtools.source import FileSource, build_model, has_rope
@@ -34,27 +33,11 @@ from kvtools.terminal import (
 
 #: Options that state the field of the same name of a model.
 IDENTITY = ("revision", "weights", "tokenizer", "adapter", "layout", "salt", "dtype")
-POLICIES = ("rel_step", "step", "max_error", "rmse", "bpv")
-
-
-def codec_config(args: argparse.Namespace, raw_dtype: str = "float32") -> CodecConfig:
-    """Return the codec that the options of `add_codec` ask for; wrong usage exits."""
-    options = {
-        name: getattr(args, name)
-        for name in (*POLICIES, "sink", "sink_div")
-        if getattr(args, name) is not None
-    }
-    if args.codec == "raw":
-        if options:
-            flag = "--" + next(iter(options)).replace("_", "-")
-            args.parser.error(f"{flag} does not go with --codec raw")
-        return kvstore.Raw(raw_dtype)
-    return kvstore.TKV1(**options) if args.codec == "tkv1" else kvstore.KVR1(**options)
 
 
 def run_pack(args: argparse.Namespace) -> int:
     """Pack one file. Nothing is left behind when it fails."""
-    codec_config(args)  # wrong usage is reported before any file is looked at
+    codec_configs(args)  # wrong usage is reported before any file is looked at
     if args.rope_theta is None and args.rotary_dim is not None:
         args.parser.error("--rotary-dim goes with --rope-theta")
     name = _session_name(args)
@@ -143,10 +126,8 @@ class _Job:
         self._args, self._name, self._kv, self._model = args, name, kv, model
         # K that is un-rotated before it is stored is no longer what the input's dtype can hold.
         as_it_is = kv.k_state == "pre" or not has_rope(model)
-        self._codecs: dict[Kind, CodecConfig] = {
-            "k": codec_config(args, kv.dtype("k") if as_it_is else "float32"),
-            "v": codec_config(args, kv.dtype("v")),
-        }
+        k_dtype = kv.dtype("k") if as_it_is else "float32"
+        self._codecs = codec_configs(args, {"k": k_dtype, "v": kv.dtype("v")})
         self._token_ids = kv.token_ids()
         self.summary: dict[str, Any] = {}
 
@@ -225,9 +206,10 @@ class _Job:
     def _note_raw(self, info: kvstore.SessionInfo) -> None:
         """Say which streams are too short for the codec, which would be a surprise."""
         fit = self._args.fit_tokens
-        counts = {s.layer: s.n_tokens - s.start_token for s in info.streams if s.n_values}
+        raw = {s.layer for s in info.streams if not s.lossless and s.n_head_tokens and s.n_values}
+        counts = {s.layer: s.n_tokens - s.start_token for s in info.streams if s.layer in raw}
         short = sorted(layer for layer, n in counts.items() if n < fit)
-        if self._args.codec == "raw" or not short:
+        if not short:
             return
         if info.n_tokens < fit:
             what = f"{info.name!r} has {count_text(info.n_tokens, 'token')}, fewer"

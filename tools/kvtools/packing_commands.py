@@ -7,6 +7,7 @@ import argparse
 from kvtools.command import PLACES, Command, add_archive
 from kvtools.values import (
     block_size,
+    codec_name,
     count,
     integer,
     layer_list,
@@ -18,22 +19,41 @@ from kvtools.values import (
 )
 
 DTYPES = ("float16", "bfloat16", "float32")
+#: Of `kvcodecs.ggml`, which the command line does without until it is asked for something.
+SCHEMES = (
+    "f16, q8_0, q4_0, q5_0, q4_1, q5_1, q1_0, q2_0, q2_0_128, q2_k, q3_k, q4_k, q5_k, q6_k, q8_k, "
+    "iq4_nl, iq4_xs, iq2_xxs, iq2_xs, iq2_s, iq3_xxs, iq3_s, iq1_s, iq1_m, tq1_0, tq2_0"
+)
 
 
 def add_codec(
-    parser: argparse.ArgumentParser, default: str | None = "kvr1"
+    parser: argparse.ArgumentParser, default: str | None = "kvr1", *, kinds: bool = True
 ) -> argparse._ArgumentGroup:
-    """Add the options that `kvtools.pack.codec_config` reads; `default` None: the one there is."""
+    """Add the options that `kvtools.codec_options` reads; `default` None: the one there is.
+
+    Without `kinds`, K and V have the same codec.
+    """
     codec = parser.add_argument_group("codec")
     codec.add_argument(
         "--codec",
-        choices=("kvr1", "tkv1", "raw"),
+        type=codec_name,
+        metavar="CODEC",
         default=default,
         help="kvr1: frozen tables; tkv1: adapts to each block, several times slower, smaller where "
         "the spread of a channel changes from token to token or where a few values lie far beyond "
-        "all others; "
-        f"raw: bit exact (default: {default or 'each session keeps its own'})",
+        "all others; raw: bit exact; ggml.SCHEME: a fixed rate, no step and no bound, with SCHEME "
+        f"one of {SCHEMES} (default: {default or 'each session keeps its own'})",
     )
+    if kinds:
+        for kind in ("k", "v"):
+            codec.add_argument(
+                f"--{kind}-codec",
+                type=codec_name,
+                metavar="CODEC",
+                help=f"codec of {kind.upper()} (default: that of --codec)",
+            )
+    else:
+        codec.set_defaults(k_codec=None, v_codec=None)
     policy = codec.add_mutually_exclusive_group()
     narrow = "float16 and bfloat16 add half a unit in their last place"
     for flag, metavar, text in (

@@ -25,7 +25,7 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", type=path, metavar="FILE", help="(default: the packaged sample)")
-    add_codec(parser)
+    add_codec(parser, kinds=False)
     parser.add_argument("--reps", type=up_to(MAX_REPS), default=5, metavar="N", help="(default: 5)")
     parser.add_argument(
         "--only", metavar="GROUPS", help=f"some of {','.join(BENCH_GROUPS)} (default: all)"

@@ -96,6 +96,22 @@ def positive_int(text: str) -> int:
     return value
 
 
+def codec_name(text: str) -> str:
+    """Parse the name of a codec: ``kvr1``, or ``ggml.`` and a scheme, in any case."""
+    name = text.lower()
+    if name.startswith("ggml."):
+        from kvcodecs.errors import InvalidArgument
+        from kvcodecs.ggml.schemes import scheme_by_name
+
+        try:
+            return f"ggml.{scheme_by_name(name).name}"
+        except InvalidArgument as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+    if name not in ("kvr1", "tkv1", "raw"):
+        raise _refuse(text, "is none of kvr1, tkv1, raw and ggml.SCHEME, such as ggml.q8_0")
+    return name
+
+
 def up_to(limit: int) -> Callable[[str], int]:
     """Return a parser of whole numbers from 1 to `limit`."""
 

@@ -15,8 +15,8 @@ from kvcodecs.codec import CodecConfig
 from kvcodecs.errors import InvalidArgument
 
 from kvtools.bench.rows import Row, environment, write_csv
+from kvtools.codec_options import STEP_OPTIONS, codec_config
 from kvtools.info import codec_text
-from kvtools.pack import POLICIES, codec_config
 from kvtools.sample import Sample, load_sample
 from kvtools.terminal import listed, note, number_text, progress, show_json, show_table
 
@@ -143,7 +143,7 @@ def _memory(args: argparse.Namespace, config: CodecConfig, sample: Sample, path:
     from kvtools.bench.processes import measure_memory
 
     options = ["--codec", args.codec]
-    for name in (*POLICIES, "sink", "sink_div"):
+    for name in STEP_OPTIONS:
         value = getattr(args, name)
         if value is not None:
             options += ["--" + name.replace("_", "-"), str(value)]

@@ -149,10 +149,16 @@ def empty_like(streams: Sequence[CodedStream], dtype: type[np.floating[Any]]) ->
 
 
 def check_bound(stream: CodedStream, out: Floats, config: CodecConfig) -> None:
-    """Raise `Corrupt` unless every value is within the bound of its input."""
-    step = codec_for(config).step(stream.params)
+    """Raise `Corrupt` unless every value is within the bound of its input.
+
+    Where the codec states none, within the largest error that its frames say.
+    """
+    codec = codec_for(config)
+    step = codec.step(stream.params)
     error = np.abs(out - as_float32(stream.source.x))
     limit = 0.0 if step is None else step / 2
+    if step is None and not codec.lossless:
+        limit = max(open_frame(frame)[0].error.max_error for frame in stream.frames)
     sink = 0 if step is None else stream.params.sink
     worst, worst_sink = error[:, sink:].max(initial=0.0), error[:, :sink].max(initial=0.0)
     fine = limit / stream.params.sink_div if sink else 0.0

@@ -11,13 +11,14 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 from kvcodecs.codec import CodecConfig
 from kvcodecs.errors import InvalidArgument, KvError, NotFound
+from kvcodecs.spec import Kind
 
 import kvstore
 from kvstore.backend import Snapshot
@@ -60,7 +61,7 @@ def export(
     begin: Callable[[Path], None],
     *,
     sessions: list[str] | None,
-    codec: CodecConfig | None,
+    codec: Mapping[Kind, CodecConfig] | None,
     resume: bool,
     verify: bool,
     workers: int | None,
@@ -155,7 +156,7 @@ def take_in(
     target: str,
     *,
     sessions: list[str] | None,
-    codec: CodecConfig | None,
+    codec: Mapping[Kind, CodecConfig] | None,
     resume: bool,
     verify: bool,
     workers: int | None,
