@@ -106,6 +106,23 @@ def test_halves_tell_of_an_overflow_anywhere(scheme: Scheme) -> None:
 
 
 @every_scheme
+def test_halves_tell_of_the_smallest_overflow(scheme: Scheme) -> None:
+    """Around every power of two, with the largest codes: no scale counts as small that is not."""
+    powers = np.arange(1 << 10, 31 << 10, 1 << 10, dtype=np.uint16)
+    for filler in (0x00, 0x7F, 0x80, 0xFF):
+        blocks = np.full((2 * len(powers), scheme.block_bytes), filler, np.uint8)
+        scales = np.concatenate([powers - 1, powers]).view(np.uint8).reshape(-1, 2)
+        for place in (0, 2, scheme.block_bytes - 4, scheme.block_bytes - 2):
+            if 0 <= place < scheme.block_bytes:
+                blocks[:, place : place + 2] = scales
+        fit = np.all(np.abs(reference.decode(blocks, scheme)) < 65520, axis=1)
+        for level in LEVELS:
+            for block, fits in zip(blocks, fit, strict=True):
+                halves = _core.ggml_decode_half(scheme.number, block, level)
+                assert (halves is not None) == fits
+
+
+@every_scheme
 def test_blocks_may_lie_anywhere(scheme: Scheme) -> None:
     blocks = random_blocks(scheme, n=5)
     for level in LEVELS:

@@ -1,8 +1,7 @@
 // Sixteen codes at a time, as bytes of one vector, and the step from codes to values. Part of decode.inl.
 //
-// Every scheme is d * code or d * code + m with a whole code of at most 8 bits. d is a float16 times a whole number of at
-// most 7 bits, so that the product is exact in float32: fused or not, it is rounded once. (q8_k, whose d is a float32,
-// has no m.)
+// Every value is d * code or d * code + m with a whole code. d is a float16 times a small number, so that the product is
+// exact in float32: fused with the sum or not, the value is rounded once. (q8_k, whose d is a float32, has no m.)
 
 using Codes = signed char __attribute__((vector_size(16)));
 using Bytes = kv_u8 __attribute__((vector_size(16)));
@@ -14,6 +13,13 @@ inline T load(const void* at) {
   T x;
   std::memcpy(&x, at, sizeof x);
   return x;
+}
+
+// The compiler would keep the scales of a block in vectors and shuffle each out of them, on the port that is busiest
+// already; broadcasts from memory are for nothing.
+template <class T, int kSize>
+inline void keep_in_memory(T (&array)[kSize]) {
+  asm("" : "+m"(array));
 }
 
 inline Bytes all(int byte) { return Bytes{} + (kv_u8)byte; }
@@ -28,15 +34,18 @@ inline Bytes high_field(Bytes x, int shift, int bits, int width) {
   return (Bytes)moved & all(((1 << bits) - 1) << (width - bits));
 }
 
-// -1 where a bit of `mask` is set, else 0.
-inline Codes bit_mask(kv_u32 mask) {
-#if KV_GGML_BITS == 512
-  return (Codes)_mm_movm_epi8((__mmask16)mask);
-#else
+// -1 where a bit of `mask` is set, else 0. The first of two ways is faster in q1_0, the second elsewhere.
+inline Codes spread_bits(kv_u32 mask) {
   constexpr kv_u64 kEach = 0x0101010101010101u;
   const Longs bytes = {(mask & 0xFF) * kEach, (mask >> 8 & 0xFF) * kEach};
   const Bytes bit = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
   return (Codes)(((Bytes)bytes & bit) == bit);
+}
+inline Codes bit_mask(kv_u32 mask) {
+#if KV_GGML_BITS == 512
+  return (Codes)_mm_movm_epi8((__mmask16)mask);
+#else
+  return spread_bits(mask);
 #endif
 }
 

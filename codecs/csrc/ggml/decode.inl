@@ -8,6 +8,9 @@ namespace {
 #include "decode_k.inl"
 #include "decode_plain.inl"
 #include "decode_tq.inl"
+#if KV_GGML_BITS == 512
+#include "halves512.inl"
+#endif
 
 template <class Out>
 using DecodeTo = void (*)(const kv_u8* blocks, kv_u64 n_blocks, Out* out);
@@ -46,35 +49,58 @@ constexpr DecodeTo<Out> decode_of(kv_u32 scheme) {
   }
 }
 
-// So few values at a time that they are still in the first cache for the second look.
+#if KV_GGML_BITS >= 256
+// Whether all scales of the blocks are so small that no value leaves float16, as is usual: then nobody looks at values.
+template <kv_u32 kScheme>
+bool small_scales(const kv_u8* blocks, kv_u64 n_blocks) {
+  constexpr ScaleLimit kLimit = scale_limit(kScheme);
+  if (kLimit.log2 < 0) return false;
+  constexpr kv_u32 kBytes = format_of(kScheme).bytes, kBits = (kv_u32)(kLimit.log2 + 15) << 10;
+  kv_u32 largest = 0;
+  for (kv_u64 i = 0; i < n_blocks; ++i, blocks += kBytes) {
+    const kv_u32 d = load<kv_u16>(blocks + kLimit.d) & 0x7FFF, m = load<kv_u16>(blocks + kLimit.m) & 0x7FFF;
+    largest = largest > d ? largest : d;
+    largest = largest > m ? largest : m;
+  }
+  return largest < kBits;
+}
+
+bool all_fit(const kv_u16* halves, kv_u64 n) {
+  kv_u16 largest = 0;
+  for (kv_u64 i = 0; i < n; ++i) {
+    const kv_u16 magnitude = halves[i] & 0x7FFF;
+    largest = magnitude > largest ? magnitude : largest;
+  }
+  return largest < 0x7C00;
+}
+#endif
+
+// So few values at a time that they are still in the first cache for a second look.
 constexpr kv_u64 kValuesAtATime = 2048;
 
 template <kv_u32 kScheme>
 bool decode_half(const kv_u8* blocks, kv_u64 n_blocks, kv_u16* out) {
   constexpr Format kFormat = format_of(kScheme);
   constexpr kv_u64 kStep = kValuesAtATime / kFormat.values;
-  bool fits = true;
+  bool fit = true;
   while (n_blocks > 0) {
     const kv_u64 n = n_blocks < kStep ? n_blocks : kStep, n_values = n * kFormat.values;
 #if KV_GGML_BITS >= 256
     decode_of<kv_u16>(kScheme)(blocks, n, out);
-    kv_u16 largest = 0;
-    for (kv_u64 i = 0; i < n_values; ++i) {
-      const kv_u16 magnitude = out[i] & 0x7FFF;
-      largest = magnitude > largest ? magnitude : largest;
-    }
-    fits &= largest < 0x7C00;
+    if (!small_scales<kScheme>(blocks, n)) fit &= all_fit(out, n_values);
 #else
     float values[kValuesAtATime];
     decode_of<float>(kScheme)(blocks, n, values);
-    fits &= !kNarrow.row(values, (kv_u32)n_values, out);
-    for (kv_u64 i = 0; i < n_values; ++i) fits &= std::fabs(values[i]) < 65520.0f;  // narrowing knows no NaN
+    fit &= !kNarrow.row(values, (kv_u32)n_values, out);
+    kv_u32 beyond = 0;  // narrowing knows no NaN
+    for (kv_u64 i = 0; i < n_values; ++i) beyond |= (kv_u32)!(std::fabs(values[i]) < 65520.0f);
+    fit &= beyond == 0;
 #endif
     n_blocks -= n;
     blocks += n * kFormat.bytes;
     out += n_values;
   }
-  return fits;
+  return fit;
 }
 
 }  // namespace

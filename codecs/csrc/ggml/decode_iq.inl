@@ -10,17 +10,21 @@ void decode_iq4_nl(const kv_u8* in, kv_u64 n_blocks, Out* out) {
   }
 }
 
+inline void iq4_xs_scales(const kv_u8* block, float (&scale)[8]) {
+  const float d = half_at(block);
+  const kv_u32 high = load<kv_u16>(block + 2), low = load<kv_u32>(block + 4);
+  for (int g = 0; g < 8; ++g) scale[g] = d * (float)((int)((low >> 4 * g & 15) | (high >> 2 * g & 3) << 4) - 32);
+}
+
 template <class Out>
 void decode_iq4_xs(const kv_u8* in, kv_u64 n_blocks, Out* out) {
   for (; n_blocks > 0; --n_blocks, in += 136, out += 256) {
-    const float d = half_at(in);
-    const kv_u32 high = load<kv_u16>(in + 2), low = load<kv_u32>(in + 4);
-    for (int group = 0; group < 8; ++group) {
-      const int scale = (int)((low >> 4 * group & 15) | (high >> 2 * group & 3) << 4) - 32;
-      const float d_group = d * (float)scale;
-      const Bytes q = load<Bytes>(in + 8 + 16 * group);
-      put(iq4_values(field(q, 0, 4)), d_group, out + 32 * group);
-      put(iq4_values(field(q, 4, 4)), d_group, out + 32 * group + 16);
+    float scale[8];
+    iq4_xs_scales(in, scale);
+    for (int g = 0; g < 8; ++g) {
+      const Bytes q = load<Bytes>(in + 8 + 16 * g);
+      put(iq4_values(field(q, 0, 4)), scale[g], out + 32 * g);
+      put(iq4_values(field(q, 4, 4)), scale[g], out + 32 * g + 16);
     }
   }
 }

@@ -1,19 +1,21 @@
 // The K schemes: 256 values with scales of 16 or 32 of them. Part of decode.inl; layouts: FORMAT.md 10.4.
 
+inline void q2_k_scales(const kv_u8* block, float (&scale)[16], float (&offset)[16]) {
+  const Bytes scales = load<Bytes>(block);
+  put(field(scales, 0, 4), half_at(block + 80), scale);
+  put(field(scales, 4, 4), -half_at(block + 82), offset);
+}
+
 template <class Out>
 void decode_q2_k(const kv_u8* in, kv_u64 n_blocks, Out* out) {
   for (; n_blocks > 0; --n_blocks, in += 84, out += 256) {
     float scale[16], offset[16];
-    const Bytes scales = load<Bytes>(in);
-    put(field(scales, 0, 4), half_at(in + 80), scale);
-    put(field(scales, 4, 4), -half_at(in + 82), offset);
-    for (int i = 0; i < 4; ++i) {  // 16 bytes: two for each half of the block
-      const Bytes q = load<Bytes>(in + 16 + 16 * i);
-      const int first = i / 2 * 8 + i % 2;
-      for (int j = 0; j < 4; ++j) {
-        const int group = first + 2 * j;
-        put(field(q, 2 * j, 2), scale[group], offset[group], out + 16 * group);
-      }
+    q2_k_scales(in, scale, offset);
+    keep_in_memory(scale), keep_in_memory(offset);
+#pragma GCC unroll 16
+    for (int g = 0; g < 16; ++g) {  // eight of them share two vectors of codes
+      const Bytes q = load<Bytes>(in + 16 + g / 8 * 32 + g % 2 * 16);
+      put(field(q, g % 8 / 2 * 2, 2), scale[g], offset[g], out + 16 * g);
     }
   }
 }
@@ -33,41 +35,37 @@ void decode_q3_k(const kv_u8* in, kv_u64 n_blocks, Out* out) {
   for (; n_blocks > 0; --n_blocks, in += 110, out += 256) {
     float scale[16];
     put(q3_k_scales(in + 96) - all(32), half_at(in + 108), scale);
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) {
-      const Bytes q = load<Bytes>(in + 32 + 16 * i), high = load<Bytes>(in + 16 * (i % 2));
-      const int first = i / 2 * 8 + i % 2;
-#pragma GCC unroll 4
-      for (int j = 0; j < 4; ++j) {
-        const int group = first + 2 * j;
-        put((field(q, 2 * j, 2) | high_field(high, group / 2, 1, 3)) - all(4), scale[group], out + 16 * group);
-      }
+    keep_in_memory(scale);
+#pragma GCC unroll 16
+    for (int g = 0; g < 16; ++g) {
+      const Bytes q = load<Bytes>(in + 32 + g / 8 * 32 + g % 2 * 16), high = load<Bytes>(in + g % 2 * 16);
+      put((field(q, g % 8 / 2 * 2, 2) | high_field(high, g / 2, 1, 3)) - all(4), scale[g], out + 16 * g);
     }
   }
 }
 
-// Twelve bytes of eight scales and eight offsets of six bits.
-inline Bytes q4_k_scales(const kv_u8* at) {
+// Also of q5_k: twelve bytes of eight scales and eight offsets of six bits. The scales are the first eight of `scale`,
+// the offsets the last eight of `offset`.
+inline void q4_k_scales(const kv_u8* block, float (&scale)[16], float (&offset)[16]) {
   constexpr kv_u32 kNibbles = 0x0F0F0F0F, kSix = 0x3F3F3F3F, kHigh = 0x30303030;
-  const kv_u32 a = load<kv_u32>(at), b = load<kv_u32>(at + 4), low = load<kv_u32>(at + 8);
+  const kv_u32 a = load<kv_u32>(block + 4), b = load<kv_u32>(block + 8), low = load<kv_u32>(block + 12);
   const kv_u32 words[4] = {a & kSix, (low & kNibbles) | (a >> 2 & kHigh), b & kSix,
                            (low >> 4 & kNibbles) | (b >> 2 & kHigh)};
-  return load<Bytes>(words);
+  put(load<Bytes>(words), half_at(block), scale);
+  put(load<Bytes>(words), -half_at(block + 2), offset);
+  keep_in_memory(scale), keep_in_memory(offset);
 }
 
 template <class Out>
 void decode_q4_k(const kv_u8* in, kv_u64 n_blocks, Out* out) {
   for (; n_blocks > 0; --n_blocks, in += 144, out += 256) {
-    float scale[16], offset[16];  // scales are the first eight, offsets the last
-    const Bytes scales = q4_k_scales(in + 4);
-    put(scales, half_at(in), scale);
-    put(scales, -half_at(in + 2), offset);
-    for (int i = 0; i < 8; ++i) {
-      const Bytes q = load<Bytes>(in + 16 + 16 * i);
-      const int group = i / 2 * 2;
-      Out* to = out + 32 * group + 16 * (i % 2);
-      put(field(q, 0, 4), scale[group], offset[8 + group], to);
-      put(field(q, 4, 4), scale[group + 1], offset[9 + group], to + 32);
+    float scale[16], offset[16];
+    q4_k_scales(in, scale, offset);
+#pragma GCC unroll 8
+    for (int g = 0; g < 8; ++g) {
+      const kv_u8* q = in + 16 + g / 2 * 32;
+      put(field(load<Bytes>(q), g % 2 * 4, 4), scale[g], offset[8 + g], out + 32 * g);
+      put(field(load<Bytes>(q + 16), g % 2 * 4, 4), scale[g], offset[8 + g], out + 32 * g + 16);
     }
   }
 }
@@ -76,16 +74,13 @@ template <class Out>
 void decode_q5_k(const kv_u8* in, kv_u64 n_blocks, Out* out) {
   for (; n_blocks > 0; --n_blocks, in += 176, out += 256) {
     float scale[16], offset[16];
-    const Bytes scales = q4_k_scales(in + 4);
-    put(scales, half_at(in), scale);
-    put(scales, -half_at(in + 2), offset);
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; ++i) {
-      const Bytes q = load<Bytes>(in + 48 + 16 * i), high = load<Bytes>(in + 16 + 16 * (i % 2));
-      const int group = i / 2 * 2;
-      Out* to = out + 32 * group + 16 * (i % 2);
-      put(field(q, 0, 4) | high_field(high, group, 1, 5), scale[group], offset[8 + group], to);
-      put(field(q, 4, 4) | high_field(high, group + 1, 1, 5), scale[group + 1], offset[9 + group], to + 32);
+    q4_k_scales(in, scale, offset);
+    const Bytes high[2] = {load<Bytes>(in + 16), load<Bytes>(in + 32)};
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) {
+      const int g = i / 2;
+      const Bytes q = load<Bytes>(in + 48 + g / 2 * 32 + i % 2 * 16);
+      put(field(q, g % 2 * 4, 4) | high_field(high[i % 2], g, 1, 5), scale[g], offset[8 + g], out + 16 * i);
     }
   }
 }
@@ -95,16 +90,13 @@ void decode_q6_k(const kv_u8* in, kv_u64 n_blocks, Out* out) {
   for (; n_blocks > 0; --n_blocks, in += 210, out += 256) {
     float scale[16];
     put(load<Codes>(in + 192), half_at(in + 208), scale);
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) {
-      const kv_u8* low = in + i / 2 * 64 + i % 2 * 16;
-      const Bytes a = load<Bytes>(low), b = load<Bytes>(low + 32), high = load<Bytes>(in + 128 + 16 * i);
-      const int first = i / 2 * 8 + i % 2;
-      Out* to = out + 16 * first;
-      put((field(a, 0, 4) | high_field(high, 0, 2, 6)) - all(32), scale[first], to);
-      put((field(b, 0, 4) | high_field(high, 2, 2, 6)) - all(32), scale[first + 2], to + 32);
-      put((field(a, 4, 4) | high_field(high, 4, 2, 6)) - all(32), scale[first + 4], to + 64);
-      put((field(b, 4, 4) | high_field(high, 6, 2, 6)) - all(32), scale[first + 6], to + 96);
+    keep_in_memory(scale);
+#pragma GCC unroll 16
+    for (int g = 0; g < 16; ++g) {
+      const int plane = g % 8 / 2;  // of 32 values, four in each half of the block
+      const Bytes q = load<Bytes>(in + g / 8 * 64 + plane % 2 * 32 + g % 2 * 16);
+      const Bytes high = load<Bytes>(in + 128 + g / 8 * 32 + g % 2 * 16);
+      put((field(q, plane / 2 * 4, 4) | high_field(high, 2 * plane, 2, 6)) - all(32), scale[g], out + 16 * g);
     }
   }
 }

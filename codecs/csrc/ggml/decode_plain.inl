@@ -57,7 +57,7 @@ void decode_q1_0(const kv_u8* in, kv_u64 n_blocks, Out* out) {
   for (; n_blocks > 0; --n_blocks, in += 18, out += 128) {
     const float d = half_at(in);
     for (int i = 0; i < 8; ++i) {
-      const Codes set = bit_mask(load<kv_u16>(in + 2 + 2 * i));
+      const Codes set = spread_bits(load<kv_u16>(in + 2 + 2 * i));
       put(-(set + set) - (Codes)all(1), d, out + 16 * i);
     }
   }
