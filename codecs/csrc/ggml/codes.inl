@@ -1,7 +1,7 @@
 // Sixteen codes at a time, as bytes of one vector, and the step from codes to values. Part of decode.inl.
 //
-// Every value is d * code or d * code + m with a whole code. d is a float16 times a small number, so that the product is
-// exact in float32: fused with the sum or not, the value is rounded once. (q8_k, whose d is a float32, has no m.)
+// Every value is d * code or d * code + m with a whole code. d is a float16 times a small number, so that the product
+// is exact in float32: fused with the sum or not, the value is rounded once. (q8_k, whose d is a float32, has no m.)
 
 using Codes = signed char __attribute__((vector_size(16)));
 using Bytes = kv_u8 __attribute__((vector_size(16)));

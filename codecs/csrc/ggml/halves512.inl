@@ -1,5 +1,5 @@
-// To float16 with AVX-512, where a group has few codes: a table of what each stands for is made and narrowed once, and 32
-// values at a time come out of it. Part of decode.inl; the other schemes use the common templates.
+// To float16 with AVX-512, where a group has few codes: a table of what each stands for is made and narrowed once, and
+// 32 values at a time come out of it. Part of decode.inl; the other schemes use the common templates.
 
 struct HalfTable {
   __m512i halves;  // of codes 0 to 31
