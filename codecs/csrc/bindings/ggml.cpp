@@ -84,12 +84,11 @@ bool ggml_decode_values(kv_u32 scheme, nb::handle data, const Anything& out, kv_
                         int level) {
   const ggml::Format format = checked_format(scheme);
   level = checked_level(level);
-  const ggml::Decode decode = ggml::decoder(scheme, level);
-  if (decode == nullptr) invalid("scheme without a decoder");
   Buffer blocks(data);
   const kv_u64 n_blocks = blocks.size() / format.bytes;
   if (blocks.size() % format.bytes || out.shape(0) != n_blocks * format.values) invalid("sizes of rows and values");
-  const ggml::Decoding decoding{format, decode, &narrow_of(level), checked_type(type, out.itemsize())};
+  const ggml::Decoding decoding(scheme, checked_type(type, out.itemsize()), level);
+  if (decoding.decode == nullptr) invalid("scheme without a decoder");
   bool ok, overflow;
   {
     nb::gil_scoped_release release;

@@ -48,8 +48,13 @@ KV_CLONES static bool all_finite(const float* x, kv_u64 n) {
 struct Decoding {
   Format format;
   Decode decode;
+  DecodeHalf half;  // null: through floats
   const Narrow* narrow;
   OutputType type;
+
+  Decoding(kv_u32 scheme, OutputType output, int level)
+      : format(format_of(scheme)), decode(decoder(scheme, level)), half(half_decoder(scheme, level)),
+        narrow(&narrow_of(level)), type(output) {}
 
   // At most kPieceValues values. Whether one of them overflows; `scratch` is room for kPieceValues.
   bool piece(const kv_u8* blocks, kv_u64 n_blocks, void* out, float* scratch) const {
@@ -57,6 +62,7 @@ struct Decoding {
       decode(blocks, n_blocks, (float*)out);
       return false;
     }
+    if (type == kFloat16 && half != nullptr) return !half(blocks, n_blocks, (kv_u16*)out);
     const kv_u64 n = n_blocks * format.values;
     decode(blocks, n_blocks, scratch);
     if (type == kFloat16) return narrow->row(scratch, (kv_u32)n, (kv_u16*)out);

@@ -89,6 +89,8 @@ class RowScratch {
     return rows;
   }
   float* values() { return values_.data(); }
+  // Instead of them.
+  kv_u16* halves() { return (kv_u16*)values_.data(); }
   std::vector<RowWriter> writers;
 
  private:
@@ -99,17 +101,28 @@ class RowScratch {
 inline Status run_rows(const RowTables& p, const RowBlock& b, kv_u32 first, kv_u32 last, int level, RowScratch& scratch) {
   const RowStream& s = p.streams[b.stream];
   const Output& out = p.outputs[b.output];
-  const Format format = format_of(s.scheme);
-  const Decode decode = decoder(s.scheme, level);
-  const Narrow& narrow = narrow_of(level);
+  const Decoding decoding(s.scheme, out.type, level);
+  const Format format = decoding.format;
+  const Decode decode = decoding.decode;
   const kv_u64 n = (kv_u64)s.heads * s.head_dim, row_blocks = n / format.values, at_once = scratch.rows_of(n);
   const kv_u8* const rows = p.payloads[b.payload].bytes + b.skip * row_blocks * format.bytes;
   scratch.writers.clear();
   for (kv_u32 head = 0; head < s.heads; ++head)
     scratch.writers.emplace_back(RowPlace{&out, b.rope < 0 ? nullptr : &p.ropes[b.rope], p.order + s.order, 1,
-                                          s.head_dim, head, b.row, b.rope_row, 0, s.n_pairs, &narrow});
+                                          s.head_dim, head, b.row, b.rope_row, 0, s.n_pairs, decoding.narrow});
+  const bool plain = out.type == kFloat16 && b.rope < 0 && scratch.writers.front().contiguous();
+  bool overflow = false;
   for (kv_u64 r = first; r < last; r += at_once) {
     const kv_u64 many = std::min<kv_u64>(at_once, last - r);
+    if (plain && decoding.half != nullptr) {
+      const kv_u16* halves = scratch.halves();
+      overflow |= !decoding.half(rows + r * row_blocks * format.bytes, many * row_blocks, scratch.halves());
+      kv_u16* const target = (kv_u16*)out.data + (kv_i64)(b.row + r) * out.row_stride + p.order[s.order];
+      for (kv_u64 i = 0; i < many; ++i)
+        for (kv_u32 head = 0; head < s.heads; ++head, halves += s.head_dim)
+          std::memcpy(target + (kv_i64)head * out.head_stride + (kv_i64)i * out.row_stride, halves, 2 * s.head_dim);
+      continue;
+    }
     float* const values = scratch.values();
     decode(rows + r * row_blocks * format.bytes, many * row_blocks, values);
     // A scale that is no number is never written; in half rows it shows as an overflow below.
@@ -119,7 +132,6 @@ inline Status run_rows(const RowTables& p, const RowBlock& b, kv_u32 first, kv_u
       for (kv_u64 i = 0; i < many; ++i)
         scratch.writers[head].write(r + i, values + i * n + (kv_u64)head * s.head_dim);
   }
-  bool overflow = false;
   for (const RowWriter& writer : scratch.writers) overflow |= writer.overflow();
   if (!overflow) return kOk;
   for (kv_u64 r = first; r < last; ++r) {
