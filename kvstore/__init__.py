@@ -27,6 +27,7 @@ from kvcodecs.rope import Rope
 from kvcodecs.tkv1 import TKV1
 
 from .archive import Archive
+from .attention import attend
 from .identity import LayerSpec, Model, Shard
 from .info import ArchiveInfo, SessionInfo, StreamInfo
 from .matching import Match
@@ -69,6 +70,7 @@ __all__ = [
     "Unsupported",
     "Upgraded",
     "__version__",
+    "attend",
     "compact",
     "migrate",
     "open",

@@ -171,20 +171,23 @@ class Reader:
                 )
         return coding
 
-    def _open_all(
+    def open_all(
         self,
         snapshot: Snapshot,
         todo: Sequence[tuple[Request, Piece]],
         k_state: KState,
         n_threads: int,
-    ) -> Iterator[list[_Work]]:
-        """Yield frames checked as `open` does, about `_BATCH_BYTES` at a time."""
+    ) -> Iterator[list[Work]]:
+        """Yield frames checked as `open` does, about `_BATCH_BYTES` at a time, in order.
+
+        Whoever decodes them says so to `note_read`.
+        """
         start = stop = 0
         ahead = 0 if len(todo) > 1 else 1
         while stop < len(todo):
             frames: list[memoryview] = []
             wheres: list[str] = []
-            works: list[_Work] = []
+            works: list[Work] = []
             n_bytes = 0
             try:
                 while stop < len(todo) and n_bytes < _BATCH_BYTES:
@@ -209,7 +212,7 @@ class Reader:
                     )
                     rope = coding.params.spec.rope if k_state == "post" else None
                     works.append(
-                        _Work(request, piece, coding, header.n_tokens, payload, rope, where)
+                        Work(request, piece, coding, header.n_tokens, payload, rope, where)
                     )
             except (Corrupt, Truncated, Unsupported):
                 # What is wrong with the first frame in order, whichever check found something.
@@ -270,11 +273,11 @@ class Reader:
             for request in requests
             for piece in pieces(record, request.layer, request.kind, request.start, request.stop)
         ]
-        batches: list[list[_Work]] = [[]]
+        batches: list[list[Work]] = [[]]
         n_batch = n_checked = 0
         many = False  # a short range is read once and stays mapped
         passing = Passing(snapshot)
-        for works in self._open_all(snapshot, todo, k_state, n_threads or available_cpus()):
+        for works in self.open_all(snapshot, todo, k_state, n_threads or available_cpus()):
             n_checked += len(works)
             many = many or n_checked < len(todo)
             for work in works:
@@ -290,18 +293,17 @@ class Reader:
                     passing.add(work.payload)
             passing.release()
         many = many or len(batches) > 1
-        tables = _Tables()
+        tables = Tables()
         for batch in batches:
             plan = Plan()
             for work in batch:
-                self._schedule(plan, work, tables, position_offset)
+                self.schedule(plan, work, tables, position_offset)
             plan.run(n_threads)
             if many:
                 for work in batch:
                     passing.add(work.payload)
                 passing.release()
-        with self._lock:
-            self._n_frames += len(todo)
+        self.note_read(len(todo))
 
     def decode(self, snapshot: Snapshot, piece: Piece, layer: int, kind: Kind) -> Decoded:
         """Decode one whole frame to the coded domain."""
@@ -313,8 +315,8 @@ class Reader:
         request = Request(layer, kind, whole.start, whole.stop, out)
         plan = Plan()
         where = f"{self.where} {piece.name}"
-        work = _Work(request, whole, coding, n_tokens, payload, None, where)
-        self._schedule(plan, work, _Tables(), 0)
+        work = Work(request, whole, coding, n_tokens, payload, None, where)
+        self.schedule(plan, work, Tables(), 0)
         plan.run(1)
         dtype = "float32"
         if piece.raw:
@@ -325,7 +327,13 @@ class Reader:
         coded = coded[:, : piece.n_tokens]
         return Decoded(coded, share_of_error(header, piece.n_tokens), dtype, payload)
 
-    def _schedule(self, plan: Plan, work: _Work, tables: _Tables, position_offset: int) -> None:
+    def note_read(self, n_frames: int) -> None:
+        """Count frames that were decoded."""
+        with self._lock:
+            self._n_frames += n_frames
+
+    def schedule(self, plan: Plan, work: Work, tables: Tables, position_offset: int) -> None:
+        """Put the decoding of a frame into a plan: into the output of its request."""
         piece = work.piece
         # The codec counts tokens as they were when the frame was written.
         start, stop = piece.start - piece.offset, piece.stop - piece.offset
@@ -383,7 +391,7 @@ class Decoded(NamedTuple):
     payload: memoryview
 
 
-class _Work(NamedTuple):
+class Work(NamedTuple):
     """One frame to decode, checked: what of it goes where."""
 
     request: Request
@@ -399,7 +407,7 @@ def _missing(where: str) -> Corrupt:
     return Corrupt(f"{where}: missing; the archive has lost a frame, restore a copy")
 
 
-class _Tables:
+class Tables:
     """RoPE tables of one read, shared by the layers; the oldest go when there are many."""
 
     def __init__(self) -> None:

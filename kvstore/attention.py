@@ -1,0 +1,446 @@
+"""Attention over stored K and V, without ever holding more of them than a window in float.
+
+Frames are read, checked and seen one window after the other; rows of a `ggml` scheme are not even
+decoded here: the kernel takes them as they lie in the archive.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from kvcodecs.attention import Attention, Operand, Rows
+from kvcodecs.errors import Corrupt, InvalidArgument, Truncated
+from kvcodecs.ggml.codec import CODEC as GGML_CODEC
+from kvcodecs.ggml.codec import GGMLParams
+from kvcodecs.ggml.schemes import Scheme
+from kvcodecs.plan import Plan, available_cpus
+from kvcodecs.rope import Rope
+from kvcodecs.spec import F32, KINDS, Kind, KState, StreamSpec, float_dtype
+from kvcodecs.tensor import as_float32
+
+from .backend import Snapshot
+from .layout import check_threads
+from .passing import Passing
+from .pieces import Piece, pieces
+from .reader import Reader, Request, Tables, Work
+from .session import Session
+from .session_record import SessionRecord
+from .token_range import check_range, check_token
+
+# Tokens of a window at least: small frames are seen some at a time.
+_WINDOW_TOKENS: Final = 256
+# Windows whose frames are announced and checked together.
+_AT_A_TIME: Final = 8
+
+
+class RowLayer(Protocol):
+    """One layer of block-quantised rows: what `attend` needs of a `FlatLayer`.
+
+    Attributes
+    ----------
+    start, stop
+        The first position and one past the last.
+    k_state
+        Whether K is stored before RoPE, in coded channel order, or after it.
+    """
+
+    @property
+    def start(self) -> int: ...
+    @property
+    def stop(self) -> int: ...
+    @property
+    def k_state(self) -> KState: ...
+    def spec(self, kind: Kind) -> StreamSpec: ...
+    def scheme(self, kind: Kind) -> Scheme: ...
+    def pieces(
+        self, start: int, stop: int
+    ) -> Iterable[tuple[int, int, npt.NDArray[np.uint8], npt.NDArray[np.uint8]]]:
+        """Yield ``(start, stop, k_rows, v_rows)`` in order; rows are C-contiguous uint8."""
+
+
+class RowSession(Protocol):
+    """A session whose layers are `RowLayer` objects."""
+
+    def layer(self, layer: int) -> RowLayer: ...
+
+
+Source: TypeAlias = Session | RowSession | RowLayer
+
+
+def attend(
+    q: npt.ArrayLike,
+    source: Source,
+    layer: int | None = None,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    window: int | None = None,
+    first_query: int | None = None,
+    start: int | None = None,
+    stop: int | None = None,
+    k_state: KState = "post",
+    n_threads: int | None = None,
+) -> F32:
+    """Return the attention of queries over the stored K and V of one layer.
+
+    Parameters
+    ----------
+    q : (n_heads, head_dim) or (n_heads, n_queries, head_dim) float16, bfloat16 or float32
+        `n_heads` is a multiple of the KV heads; query head ``h`` uses KV head
+        ``h // (n_heads // kv_heads)``. After RoPE, unless `k_state` says otherwise.
+    source
+        A session of an archive, of a flat archive, or a layer of one. Of a session, what is
+        committed is seen, as `Session.read` sees it.
+    layer
+        Which layer of a session.
+    scale
+        Of the scores; None means ``1 / sqrt(head_dim)``.
+    causal
+        Whether a query sees no position after its own.
+    window
+        Whether, and how many positions before its own, itself counted, a query sees at most.
+    first_query
+        Position of the first query, the others follow; None: so that the last query is at the last
+        stored position (before `stop`). It matters where `causal` or `window` is given.
+    start, stop
+        Positions to attend to; None: from the first that is stored, to the last.
+    k_state
+        ``"post"``: K is rotated for its stored position. ``"pre"``: K is as it was before RoPE.
+        Layers without RoPE are the same either way.
+    n_threads
+        None: one per CPU this process may use. Changes the result by rounding alone.
+
+    Returns
+    -------
+    out : (n_heads, head_dim_v) or (n_heads, n_queries, head_dim_v) float32
+        Within 1e-5 of the largest V, about, of attention in float64 over the values that `read`
+        returns as float32. Zeros for queries that see nothing, and for an empty session.
+
+    Raises
+    ------
+    InvalidArgument
+        Shapes that do not fit, queries or a scale that are not finite, no such layer or range, a
+        layer without V, or scores beyond float32.
+    Truncated, Corrupt, Unsupported
+        Stored bytes are not what was written; names the block. Nothing is returned.
+    NotFound
+        The session has been deleted.
+
+    Notes
+    -----
+    Every frame of a session is checked against its checksum before it is seen. Memory is that of
+    `q` and the output, and of one window in float where the codec is not a `ggml` scheme.
+    """
+    n_threads = check_threads(n_threads)
+    if k_state not in ("pre", "post"):
+        raise InvalidArgument(f"attend: k_state {k_state!r}, expected 'pre' or 'post'")
+    asked = _Asked(q, scale, causal, window, first_query, start, stop, k_state)
+    if isinstance(source, Session):
+        return _attend_session(asked, source, _layer_number(layer), n_threads)
+    rows = _row_layer(source, layer)
+    return _attend_rows(asked, rows, n_threads)
+
+
+class _Asked(NamedTuple):
+    """What the caller asks, not checked yet."""
+
+    q: npt.ArrayLike
+    scale: float | None
+    causal: bool
+    window: int | None
+    first_query: int | None
+    start: int | None
+    stop: int | None
+    k_state: KState
+
+
+@dataclass(frozen=True)
+class _Query:
+    """What is attended with, checked: rows by KV head, and the positions they see."""
+
+    rows: F32
+    shape: tuple[int, ...]
+    scale: float
+    first: npt.NDArray[np.int64]
+    last: npt.NDArray[np.int64]
+    start: int
+    stop: int
+
+    def begin(self, head_dim_v: int, order: npt.NDArray[np.int32] | None) -> Attention:
+        return Attention(
+            self.rows, head_dim_v, scale=self.scale, first=self.first, last=self.last, order=order
+        )
+
+    def finish(self, attention: Attention, where: str) -> F32:
+        try:
+            out = attention.result()
+        except InvalidArgument as error:
+            raise InvalidArgument(f"{where}: {error}") from error
+        return out.reshape(*self.shape[:-1], out.shape[-1])
+
+
+def _query(asked: _Asked, spec: StreamSpec, start: int, stop: int, where: str) -> _Query:
+    """Check queries for a layer that has positions ``[start, stop)``."""
+    q = np.asarray(asked.q)
+    if q.ndim not in (2, 3) or q.shape[-1] != spec.head_dim or q.shape[0] % spec.heads:
+        raise InvalidArgument(
+            f"{where}: q of shape {q.shape}, expected (n_heads, head_dim={spec.head_dim}) or "
+            f"(n_heads, n_queries, head_dim={spec.head_dim}), n_heads a multiple of the "
+            f"{spec.heads} KV heads"
+        )
+    if q.shape[0] == 0:
+        raise InvalidArgument(f"{where}: q of shape {q.shape} has no heads")
+    float_dtype(q.dtype)
+    n_queries = 1 if q.ndim == 2 else q.shape[1]
+    values = as_float32(q.reshape(q.shape[0], n_queries, spec.head_dim))
+    if not np.isfinite(values).all():
+        at = tuple(int(i) for i in np.argwhere(~np.isfinite(values))[0])
+        raise InvalidArgument(f"{where}: q is not finite at head, query, channel {at}")
+    scale = spec.head_dim**-0.5 if asked.scale is None else _number(asked.scale, where)
+    first_query = stop - n_queries
+    if asked.first_query is not None:
+        first_query = check_token(asked.first_query, f"{where}: first_query {asked.first_query!r}")
+        if first_query < 0:
+            raise InvalidArgument(f"{where}: first_query {first_query} is negative")
+    positions = first_query + np.arange(n_queries, dtype=np.int64)
+    last = np.full(n_queries, stop - 1, np.int64)
+    first = np.full(n_queries, start, np.int64)
+    if asked.causal:
+        last = np.minimum(last, positions)
+    if asked.window is not None:
+        window = check_token(asked.window, f"{where}: window {asked.window!r}")
+        if window < 1:
+            raise InvalidArgument(f"{where}: window {window}: must be positive, or None")
+        first = np.maximum(first, positions - window + 1)
+    group = q.shape[0] // spec.heads
+    seen = first <= last
+    return _Query(
+        rows=values.reshape(spec.heads, group * n_queries, spec.head_dim),
+        shape=q.shape,
+        scale=scale,
+        first=np.tile(first, group),
+        last=np.tile(last, group),
+        start=int(first[seen].min()) if seen.any() else stop,
+        stop=int(last[seen].max()) + 1 if seen.any() else stop,
+    )
+
+
+def _number(scale: object, where: str) -> float:
+    if isinstance(scale, bool) or not isinstance(scale, int | float | np.number):
+        raise InvalidArgument(f"{where}: scale {scale!r}: expected a number")
+    if not math.isfinite(scale):
+        raise InvalidArgument(f"{where}: scale {scale} is not finite")
+    return float(scale)
+
+
+def _layer_number(layer: int | None) -> int:
+    if layer is None:
+        raise InvalidArgument("attend: which layer of the session? give `layer`")
+    return layer
+
+
+def _row_layer(source: object, layer: int | None) -> RowLayer:
+    if hasattr(source, "pieces") and hasattr(source, "scheme"):
+        if layer is not None:
+            raise InvalidArgument(f"attend: layer {layer!r} of a layer; leave it out")
+        return source  # type: ignore[return-value]
+    if hasattr(source, "layer"):
+        return source.layer(_layer_number(layer))  # type: ignore[no-any-return]
+    raise InvalidArgument(f"attend: source {source!r}: expected a session, or a flat layer")
+
+
+def _attend_rows(asked: _Asked, layer: RowLayer, n_threads: int | None) -> F32:
+    where = "attend"
+    k, v = layer.spec("k"), layer.spec("v")
+    start, stop = _inside(asked, layer.start, layer.stop, where)
+    query = _query(asked, k, start, stop, where)
+    rope = k.rope if layer.k_state == "pre" else None
+    if k.rope is not None and asked.k_state == "pre" and layer.k_state == "post":
+        raise InvalidArgument(f"{where}: K is stored after RoPE; k_state 'pre' is not to be had")
+    attention = query.begin(v.head_dim, None if rope is None else rope.channel_order(k.head_dim))
+    turn = rope if asked.k_state == "post" else None
+    k_scheme, v_scheme = layer.scheme("k"), layer.scheme("v")
+    if query.start < query.stop:
+        for first, _, k_rows, v_rows in layer.pieces(query.start, query.stop):
+            attention.add(
+                Rows(k_rows.reshape(-1), k_scheme),
+                Rows(v_rows.reshape(-1), v_scheme),
+                first,
+                rope=turn,
+                n_threads=n_threads,
+            )
+    return query.finish(attention, where)
+
+
+def _inside(asked: _Asked, first: int, end: int, where: str) -> tuple[int, int]:
+    """Return the positions to attend to of ``[first, end)``."""
+    what = f"{where}: positions [{asked.start}, {asked.stop})"
+    start = first if asked.start is None else check_token(asked.start, what)
+    stop = end if asked.stop is None else check_token(asked.stop, what)
+    if not first <= start <= stop <= end:
+        raise InvalidArgument(f"{what}: the layer has [{first}, {end})")
+    return start, stop
+
+
+def _attend_session(asked: _Asked, session: Session, layer: int, n_threads: int | None) -> F32:
+    model, reader = session.model, session._reader
+    where = f"{session._where} layer {layer}"
+    k = model.stream(layer, "k")
+    if not model.has_stream(layer, "v"):
+        raise InvalidArgument(f"{where}: has no V to attend to")
+    v = model.stream(layer, "v")
+    rope = k.rope if asked.k_state == "post" else None
+    with session._archive._read() as snapshot:
+        record = session._record(snapshot)
+        ranges = [
+            check_range(
+                record, layer, kind, asked.start, asked.stop, session._where, session._n_appended()
+            )
+            for kind in KINDS
+        ]
+        start = max(lo for lo, _ in ranges)
+        query = _query(asked, k, start, ranges[0][1], where)
+        order = None if k.rope is None else k.rope.channel_order(k.head_dim)
+        attention = query.begin(v.head_dim, order)
+        if query.start < query.stop:
+            walk = _Walk(reader, snapshot, record, layer, rope, n_threads)
+            walk.run(attention, query.start, query.stop)
+        out = query.finish(attention, where)
+    session._archive._room.note_use(session._id)
+    return out
+
+
+class _Part(NamedTuple):
+    """Successive tokens of K or V: floats, or rows as they are stored."""
+
+    start: int
+    stop: int
+    values: F32
+    rows: memoryview = memoryview(b"")
+    params: GGMLParams | None = None
+
+    def cut(self, start: int, stop: int) -> Operand:
+        """Return some of the tokens as the kernel takes them."""
+        lo, hi = start - self.start, stop - self.start
+        if self.params is None:
+            return self.values[:, lo:hi]
+        n_bytes = self.params.row_bytes
+        return Rows(self.rows[lo * n_bytes : hi * n_bytes], self.params.scheme)
+
+
+class _Walk:
+    """Windows of one layer, one after the other, into an attention."""
+
+    def __init__(
+        self,
+        reader: Reader,
+        snapshot: Snapshot,
+        record: SessionRecord,
+        layer: int,
+        rope: Rope | None,
+        n_threads: int | None,
+    ) -> None:
+        self._reader, self._snapshot, self._record = reader, snapshot, record
+        self._layer, self._rope, self._n_threads = layer, rope, n_threads
+        self._k_state: KState = "pre" if rope is None else "post"
+        self._scratch: dict[Kind, F32] = {}
+        states = [record.streams[layer, kind] for kind in KINDS]
+        self._base = states[0].start
+        block = max(state.block_tokens for state in states)
+        self._window = block * -(-_WINDOW_TOKENS // block)
+
+    def run(self, attention: Attention, start: int, stop: int) -> None:
+        passing = Passing(self._snapshot)
+        borders = self._borders(start, stop)
+        while some := list(islice(borders, _AT_A_TIME)):
+            todo = [
+                (Request(self._layer, kind, *border, _NO_OUTPUT), piece)
+                for border in some
+                for kind in KINDS
+                for piece in pieces(self._record, self._layer, kind, *border)
+            ]
+            waiting: list[Work] = []
+            left = list(some)
+            n_threads = self._n_threads or available_cpus()
+            for works in self._reader.open_all(self._snapshot, todo, self._k_state, n_threads):
+                waiting += works
+                while left and _is_whole(waiting, left[0]):
+                    ready = [w for w in waiting if w.request.start == left[0][0]]
+                    waiting = waiting[len(ready) :]
+                    self._see(attention, *left.pop(0), ready)
+                    for work in ready:
+                        passing.add(work.payload)
+            self._reader.note_read(len(todo))
+        passing.release()
+
+    def _borders(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        at = start
+        while at < stop:
+            end = self._base + ((at - self._base) // self._window + 1) * self._window
+            yield at, min(end, stop)
+            at = end
+
+    def _see(self, attention: Attention, start: int, stop: int, works: list[Work]) -> None:
+        """Attend to tokens ``[start, stop)``."""
+        parts = {
+            kind: self._parts(kind, start, stop, [w for w in works if w.request.kind == kind])
+            for kind in KINDS
+        }
+        at = start
+        while at < stop:
+            k, v = (next(part for part in parts[kind] if part.stop > at) for kind in KINDS)
+            end = min(k.stop, v.stop)
+            attention.add(
+                k.cut(at, end),
+                v.cut(at, end),
+                at,
+                rope=None if k.params is None else self._rope,
+                n_threads=self._n_threads,
+            )
+            at = end
+
+    def _parts(self, kind: Kind, start: int, stop: int, works: list[Work]) -> list[_Part]:
+        if all(work.coding.codec is GGML_CODEC for work in works):
+            return [_rows(work) for work in works]
+        spec = self._reader.model.stream(self._layer, kind)
+        if kind not in self._scratch:
+            shape = (spec.heads, self._window, spec.head_dim)
+            self._scratch[kind] = np.empty(shape, np.float32)
+        out = self._scratch[kind][:, : stop - start]
+        plan, tables = Plan(), Tables()
+        for work in works:
+            request = replace(work.request, out=out)
+            self._reader.schedule(plan, work._replace(request=request), tables, 0)
+        plan.run(self._n_threads)
+        return [_Part(start, stop, out)]
+
+
+_NO_OUTPUT: Final[npt.NDArray[Any]] = np.empty(0, np.float32)
+
+
+def _is_whole(works: list[Work], border: tuple[int, int]) -> bool:
+    """Whether the frames at the front cover a window: those of V come last."""
+    return any(
+        w.request.start == border[0] and w.request.kind == "v" and w.piece.stop == border[1]
+        for w in works
+    )
+
+
+def _rows(work: Work) -> _Part:
+    """Return the rows of a frame that are asked for, as they lie in it."""
+    piece: Piece = work.piece
+    params: GGMLParams = work.coding.params
+    row_bytes = params.row_bytes
+    size, expected = work.payload.nbytes, work.n_tokens * row_bytes
+    if size != expected:
+        kind = Truncated if size < expected else Corrupt
+        raise kind(f"{work.where}: {size} bytes of rows, expected {expected}")
+    lo, hi = piece.start - piece.first_token, piece.stop - piece.first_token
+    rows = work.payload[lo * row_bytes : hi * row_bytes]
+    return _Part(piece.start, piece.stop, _NO_OUTPUT, rows, params)
