@@ -35,6 +35,7 @@ from .token_range import check_range, check_token
 
 # Tokens of a window at least: small frames are seen some at a time.
 _WINDOW_TOKENS: Final = 256
+_LAST_QUERY: Final = 1 << 53
 # Windows whose frames are announced and checked together.
 _AT_A_TIME: Final = 8
 
@@ -206,8 +207,8 @@ def _query(asked: _Asked, spec: StreamSpec, start: int, stop: int, where: str) -
     first_query = stop - n_queries
     if asked.first_query is not None:
         first_query = check_token(asked.first_query, f"{where}: first_query {asked.first_query!r}")
-        if first_query < 0:
-            raise InvalidArgument(f"{where}: first_query {first_query} is negative")
+        if not 0 <= first_query <= _LAST_QUERY:
+            raise InvalidArgument(f"{where}: first_query {first_query}: 0 to {_LAST_QUERY}")
     positions = first_query + np.arange(n_queries, dtype=np.int64)
     last = np.full(n_queries, stop - 1, np.int64)
     first = np.full(n_queries, start, np.int64)
@@ -217,7 +218,7 @@ def _query(asked: _Asked, spec: StreamSpec, start: int, stop: int, where: str) -
         window = check_token(asked.window, f"{where}: window {asked.window!r}")
         if window < 1:
             raise InvalidArgument(f"{where}: window {window}: must be positive, or None")
-        first = np.maximum(first, positions - window + 1)
+        first = np.maximum(first, positions - min(window, _LAST_QUERY) + 1)
     group = q.shape[0] // spec.heads
     seen = first <= last
     return _Query(
