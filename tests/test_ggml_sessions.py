@@ -186,6 +186,10 @@ def test_streams_that_are_not_whole_blocks_are_refused_before_any_token(path):
                 archive.create_session("s", model=model, codec=codec)
             assert "q4_k" not in str(e.value).split("these fit")[1]
         assert archive.names() == []
+        archive.create_session("s", model=model).close()
+    with pytest.raises(InvalidArgument, match=r"'s' layer 1 k: ggml.q6_k: rows of 192"):
+        kvstore.migrate(path, path.with_name("b.kv"), codec=GGML("q6_k"))
+    assert [found.name for found in path.parent.iterdir()] == ["a.kv"]
 
 
 def test_values_that_cannot_be_coded_change_nothing(path):

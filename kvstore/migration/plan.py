@@ -11,6 +11,7 @@ from kvcodecs.spec import Kind
 
 from ..backend import Snapshot
 from ..catalog import Catalog, listed_names
+from ..layout import check_streams
 from ..opened import OpenArchive
 from ..pieces import count_frames
 from ..session_record import load_session, unpack_session
@@ -66,6 +67,7 @@ class Plan:
             needs[name] = owners = list(item.claims)
             self.n_frames += count_frames(item.record)
             if self.is_recoded(item):
+                check_streams(item.model, codecs or item.record.codecs, item.where)
                 continue
             heirs[item.record.owner] = name
             for owner in owners:
