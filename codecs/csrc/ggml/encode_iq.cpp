@@ -1,0 +1,7 @@
+#include "encode_families.hpp"
+
+namespace kv::ggml {
+
+Encode iq_encoder(kv_u32, int) { return nullptr; }
+
+}  // namespace kv::ggml
