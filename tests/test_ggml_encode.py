@@ -1,11 +1,14 @@
-"""Encoders of ggml's schemes: bytes of `gguf`, golden bytes, the search against the simple encoders."""
+"""Encoders of ggml's schemes: bytes of `gguf`, golden bytes, searches against simple encoders."""
 
 import numpy as np
 import pytest
 from kvcodecs import _core
+from kvcodecs.errors import InvalidArgument
+from kvcodecs.ggml.reference import decoders, encoders
 from kvcodecs.ggml.schemes import scheme_by_name
+from kvtools.sample import load_sample
 
-LEVELS = range(3)
+SEARCHED = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k")
 IN_GGUF = ("f16", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "tq1_0", "tq2_0")
 
 X32 = ((7 * np.arange(32) % 32) - 16).astype(np.float32) / 8
@@ -39,11 +42,43 @@ def encode(name, x, level=-1):
     return _core.ggml_encode(scheme_by_name(name).number, np.ascontiguousarray(x.ravel()), level)
 
 
-def level_skip(level):
-    try:
-        encode("f16", X32, level)
-    except Exception:
-        pytest.skip("this CPU lacks the instruction set")
+def decode(name, blocks):
+    return _core.ggml_decode(scheme_by_name(name).number, blocks)
+
+
+def levels_here():
+    """Return the instruction sets that this CPU has."""
+    found = []
+    for level in range(3):
+        try:
+            encode("f16", X32, level)
+        except InvalidArgument:
+            continue
+        found.append(level)
+    return found
+
+
+@pytest.fixture(scope="module")
+def streams():
+    """Return K and V of every layer of the packaged sample, row after row."""
+    sample = load_sample()
+    found = []
+    for x in (*sample.k, *sample.v):
+        rows = np.asarray(x)[:, :256].astype(np.float32).transpose(1, 0, 2)
+        found.append(np.ascontiguousarray(rows).ravel())
+    return found
+
+
+@pytest.fixture
+def level_values(streams):
+    """Return a function: arrays of whole blocks, real and special ones."""
+
+    def draw(n):
+        rng = np.random.default_rng(9)
+        real = [x[: len(x) // n * n][: 3 * n * 41] for x in streams]
+        return real + [special(rng, n * int(rng.integers(1, 6))) for _ in range(40)]
+
+    return draw
 
 
 def special(rng, n):
@@ -73,25 +108,101 @@ def test_golden_bytes(name):
     assert bytes(encode(name, x)).hex() == expected
 
 
-@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", IN_GGUF)
-def test_the_bytes_are_those_of_gguf(name, level):
+def test_the_bytes_are_those_of_gguf(name, level_values):
     gguf = pytest.importorskip("gguf")
-    level_skip(level)
-    rng = np.random.default_rng(3)
     kind = gguf.GGMLQuantizationType[name.upper()]
-    for _ in range(60):
-        x = special(rng, scheme_by_name(name).block_values * int(rng.integers(1, 6)))
+    for x in level_values(scheme_by_name(name).block_values):
         with np.errstate(all="ignore"):
             expected = gguf.quants.quantize(x[None], kind).view(np.uint8).ravel()
-        np.testing.assert_array_equal(encode(name, x, level), expected)
+        for level in levels_here():
+            np.testing.assert_array_equal(encode(name, x, level), expected)
 
 
-@pytest.mark.parametrize("name", [*IN_GGUF, "q1_0", "q2_0", "q2_0_128"])
+@pytest.mark.parametrize("name", sorted(encoders.EXACT))
+def test_the_bytes_are_those_of_the_reference(name, level_values):
+    scheme = scheme_by_name(name)
+    for x in level_values(scheme.block_values):
+        expected = encoders.encode(x.reshape(-1, scheme.block_values), scheme).ravel()
+        for level in levels_here():
+            np.testing.assert_array_equal(encode(name, x, level), expected)
+
+
+@pytest.mark.parametrize("name", SEARCHED)
+def test_the_search_finds_the_same_on_every_instruction_set(name, level_values):
+    for x in level_values(scheme_by_name(name).block_values):
+        first, *others = (encode(name, x, level) for level in levels_here())
+        for other in others:
+            np.testing.assert_array_equal(other, first)
+
+
+@pytest.mark.parametrize("name", SEARCHED)
+def test_the_search_errs_less_than_the_simple_encoder(name, streams):
+    scheme = scheme_by_name(name)
+    ratios = []
+    for x in streams:
+        blocks = encode(name, x).reshape(-1, scheme.block_bytes)
+        simple = encoders.encode(x.reshape(-1, scheme.block_values), scheme)
+        errors = [
+            np.square(decoders.decode(b, scheme).ravel() - x, dtype=np.float64).sum()
+            for b in (blocks, simple)
+        ]
+        ratios.append(errors[0] / errors[1])
+    assert max(ratios) <= 1
+    assert np.mean(ratios) < 0.97
+
+
+@pytest.mark.parametrize("name", [*SEARCHED, *sorted(encoders.EXACT)])
+def test_one_block_alone_is_the_same_as_among_others(name, streams):
+    scheme = scheme_by_name(name)
+    n = scheme.block_values
+    x = streams[0][: 37 * n]
+    for many in (1, 2, 3, 17, 37):
+        expected = np.concatenate([encode(name, x[i * n : (i + 1) * n]) for i in range(many)])
+        np.testing.assert_array_equal(encode(name, x[: many * n]), expected)
+    assert encode(name, x[:0]).size == 0
+
+
+@pytest.mark.parametrize("name", [*SEARCHED, *sorted(encoders.EXACT)])
+def test_extreme_blocks(name):
+    scheme = scheme_by_name(name)
+    n = scheme.block_values
+    rng = np.random.default_rng(5)
+    for level in levels_here():
+        zeros = encode(name, np.zeros(2 * n, np.float32), level)
+        assert not decode(name, zeros).any()
+        for magnitude in (1e-45, 1e-30, 1e-8, 6e-8, 1e-6, 1e-3, 1.0, 3e3):
+            x = (rng.normal(0, 1, n) * magnitude).astype(np.float32)
+            decoded = decode(name, encode(name, x, level))
+            assert np.isfinite(decoded).all()
+            # A scale may be as small as the least float16, which is far above the values.
+            assert np.abs(decoded - x).max() <= max(8 * magnitude, 2e-5)
+        one = np.zeros(2 * n, np.float32)
+        one[n + n // 3] = 3000
+        decoded = decode(name, encode(name, one, level))
+        assert not decoded[:n].any()
+        assert abs(decoded[n + n // 3] - 3000) < 3000 or name in ("iq1_s", "iq1_m", "q1_0")
+        if name not in ("f16", "q8_k"):
+            one[: n // 2] = 1e-7  # sub-blocks far below the others
+            assert np.isfinite(decode(name, encode(name, one, level))).all()
+
+
+@pytest.mark.parametrize("name", SEARCHED)
+def test_coding_decoded_values_again_stays_near_them(name, streams):
+    x = streams[1]
+    once = decode(name, encode(name, x))
+    twice = decode(name, encode(name, once))
+    first = np.square(once - x, dtype=np.float64).sum()
+    assert np.square(twice - once, dtype=np.float64).sum() <= first
+
+
+@pytest.mark.parametrize(
+    "name", [*SEARCHED, *IN_GGUF, "q1_0", "q2_0", "q2_0_128"], ids=lambda name: name
+)
 def test_a_scale_beyond_float16_is_refused(name):
     x = np.zeros(2 * scheme_by_name(name).block_values, np.float32)
-    x[-1] = 3.4e38
-    for level in LEVELS:
-        level_skip(level)
-        assert encode(name, x, level) is None
-        assert encode(name, -x, level) is None
+    for at in (0, -1):
+        for value in (3.4e38, -3.4e38, 1e13, -1e10):
+            y = x.copy()
+            y[at] = value
+            assert all(encode(name, y, level) is None for level in levels_here())

@@ -7,6 +7,8 @@
 
 namespace kv::ggml {
 
+inline constexpr float kInfinity = __builtin_inff();
+
 inline void put_u16(kv_u32 value, kv_u8* out) {
   const kv_u16 v = (kv_u16)value;
   std::memcpy(out, &v, 2);

@@ -4,8 +4,6 @@ namespace kv::ggml {
 namespace {
 namespace KV_GGML_LEVEL {
 
-constexpr float kInfinity = __builtin_inff();
-
 // Bits order magnitudes as numbers do, and whole numbers are what compilers find the largest of in any order.
 template <int kN>
 inline kv_i32 largest_bits(const float* x) {

@@ -50,3 +50,17 @@ def numbers(codes: npt.NDArray[np.integer], zero: int = 0) -> F32:
 def spread(scales: F32, n: int) -> F32:
     """Repeat every scale for the `n` values it belongs to."""
     return np.repeat(scales, n, axis=1)
+
+
+def half(x: F32) -> U8:
+    """Return the bytes of float16 numbers, infinite beyond it."""
+    return np.ascontiguousarray(x).astype("<f2").view(np.uint8)
+
+
+def join_planes(codes: U8, run: int, bits: int) -> U8:
+    """Undo `planes`: bytes of codes that are below `2 ** bits`."""
+    n_planes = 8 // bits
+    shifts = np.arange(0, 8, bits, dtype=np.uint8).reshape(-1, 1)
+    runs = codes.reshape(len(codes), -1, n_planes, run) << shifts
+    joined: U8 = np.bitwise_or.reduce(runs, axis=2).astype(np.uint8)
+    return joined.reshape(len(codes), -1)
