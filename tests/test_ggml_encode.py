@@ -5,10 +5,10 @@ import pytest
 from kvcodecs import _core
 from kvcodecs.errors import InvalidArgument
 from kvcodecs.ggml.reference import decoders, encoders
-from kvcodecs.ggml.schemes import scheme_by_name
+from kvcodecs.ggml.schemes import SCHEMES, scheme_by_name
 from kvtools.sample import load_sample
 
-SEARCHED = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k")
+SEARCHED = tuple(s.name for s in SCHEMES if s.name not in encoders.EXACT)
 IN_GGUF = ("f16", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "tq1_0", "tq2_0")
 
 X32 = ((7 * np.arange(32) % 32) - 16).astype(np.float32) / 8
