@@ -16,6 +16,8 @@ from kvtools.source import build_model
 from kvtools.tensorfile import TensorFile
 
 SAMPLE_NAME = "smollm2_135m_prose.safetensors"
+#: Queries of a file's last tokens before RoPE: [layers][query heads][tokens][head_dim].
+QUERIES = "q_pre_last"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,8 @@ class Sample:
         K before RoPE, and V, per layer, in the file's dtype.
     token_ids : (tokens,) int64
         Made up if the file has none.
+    q : lists of [query heads][queries][head_dim], or None
+        Queries of the last tokens before RoPE, per layer, where the file has them.
     """
 
     label: str
@@ -39,6 +43,7 @@ class Sample:
     k: list[npt.NDArray[Any]]
     v: list[npt.NDArray[Any]]
     token_ids: npt.NDArray[np.int64]
+    q: list[npt.NDArray[Any]] | None = None
 
     @property
     def n_tokens(self) -> int:
@@ -102,4 +107,15 @@ def _load(path: str, label: str) -> Sample:
         ids = kv.token_ids()
         if ids is None:
             ids = np.arange(kv.n_tokens, dtype=np.int64)
-        return Sample(label, build_model(kv), k, v, ids)
+        return Sample(label, build_model(kv), k, v, ids, _queries(file, k))
+
+
+def _queries(file: TensorFile, k: list[npt.NDArray[Any]]) -> list[npt.NDArray[Any]] | None:
+    """Return the tensor of queries, if there is one that goes with `k`."""
+    if QUERIES not in file.tensors:
+        return None
+    q = file.read(QUERIES)
+    heads, n_tokens, head_dim = k[0].shape
+    if q.ndim != 4 or len(q) != len(k) or q.shape[3] != head_dim or q.shape[1] % heads:
+        return None
+    return list(q) if 0 < q.shape[2] <= n_tokens else None

@@ -10,8 +10,8 @@ from kvtools.values import path, up_to
 
 #: The groups of `bench`.
 BENCH_GROUPS = (
-    "codec", "rate", "peers", "file", "range", "open", "append", "prefix", "zarr", "import",
-    "memory",
+    "codec", "rate", "peers", "file", "range", "open", "append", "prefix", "zarr", "schemes",
+    "rows", "import", "memory",
 )  # fmt: skip
 #: Bounds of what `bench` repeats and writes.
 MAX_REPS = 10_000
@@ -27,9 +27,15 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", type=path, metavar="FILE", help="(default: the packaged sample)")
     add_codec(parser, kinds=False)
     parser.add_argument("--reps", type=up_to(MAX_REPS), default=5, metavar="N", help="(default: 5)")
-    parser.add_argument(
+    groups = parser.add_mutually_exclusive_group()
+    groups.add_argument(
         "--only", metavar="GROUPS", help=f"some of {','.join(BENCH_GROUPS)} (default: all)"
     )
+    groups.add_argument(
+        "--family", choices=("blockquant",),
+        help="blockquant: all about the ggml schemes: what each does to K, V and attention, and "
+        "how fast rows are coded and read",
+    )  # fmt: skip
     parser.add_argument("--csv", type=path, metavar="FILE", help="write the rows here as well")
     parser.add_argument(
         "--memory-mb", type=up_to(MAX_MEMORY_MB), default=64, metavar="MB",

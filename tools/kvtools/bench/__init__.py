@@ -28,7 +28,10 @@ IMPORT_REPS = 5
 def run_bench(args: argparse.Namespace) -> int:
     """Run the chosen groups, print their rows, and write them as CSV if asked to."""
     codec_config(args)  # wrong usage is reported first
-    chosen = list(GROUPS) if args.only is None else args.only.split(",")
+    if args.family is not None:
+        chosen = list(FAMILIES[args.family])
+    else:
+        chosen = list(GROUPS) if args.only is None else args.only.split(",")
     unknown = [name for name in chosen if name not in GROUPS]
     if unknown:
         args.parser.error(f"--only {','.join(unknown)}: groups are {', '.join(GROUPS)}")
@@ -67,9 +70,22 @@ def run_bench(args: argparse.Namespace) -> int:
     if not args.quiet:
         print("\n".join(f"{name}: {value}" for name, value in context.items()))
         print()
-    lines = [(f"{r.group}: {r.name}", number_text(r.value), r.unit, r.note) for r in rows]
-    show_table("", ("what", "value", "unit", "note"), lines)
+    _show(rows)
     return 0
+
+
+def _show(rows: list[Row]) -> None:
+    from kvtools.bench import schemes
+
+    report = [row for row in rows if row.group == schemes.GROUP]
+    others = [row for row in rows if row.group != schemes.GROUP]
+    if report:
+        schemes.show_schemes(report)
+    if report and others:
+        print()
+    if others:
+        lines = [(f"{r.group}: {r.name}", number_text(r.value), r.unit, r.note) for r in others]
+        show_table("", ("what", "value", "unit", "note"), lines)
 
 
 _Group = Callable[[argparse.Namespace, CodecConfig, Sample, Path], list[Row]]
@@ -150,6 +166,18 @@ def _memory(args: argparse.Namespace, config: CodecConfig, sample: Sample, path:
     return measure_memory(sample, path, args.memory_mb, options)
 
 
+def _schemes(args: argparse.Namespace, _: CodecConfig, sample: Sample, __: Path) -> list[Row]:
+    from kvtools.bench.schemes import measure_schemes
+
+    return measure_schemes(sample, args.reps)
+
+
+def _rows(args: argparse.Namespace, _: CodecConfig, sample: Sample, __: Path) -> list[Row]:
+    from kvtools.bench.row_speed import measure_rows
+
+    return measure_rows(sample, args.reps)
+
+
 GROUPS: dict[str, _Group] = {
     "codec": _codec,
     "rate": _rate,
@@ -160,6 +188,11 @@ GROUPS: dict[str, _Group] = {
     "append": _append,
     "prefix": _prefix,
     "zarr": _zarr,
+    "schemes": _schemes,
+    "rows": _rows,
     "import": _import,
     "memory": _memory,
 }
+
+#: The groups of ``--family``.
+FAMILIES: dict[str, tuple[str, ...]] = {"blockquant": ("schemes", "rows")}
