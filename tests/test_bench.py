@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from kvcodecs.blocks import SIMD_LEVELS
 from kvcodecs.errors import Corrupt
+from kvcodecs.ggml.schemes import SCHEMES
 from kvtools import bench, cli
 from kvtools.bench import byte_coders, many, peers, processes, rows, speed
 from kvtools.bench.codec import (
@@ -20,6 +21,7 @@ from kvtools.bench.codec import (
     rivals,
     sources_of,
 )
+from kvtools.bench.rows import Row
 from kvtools.sample import load_sample
 from kvtools.tensorfile import TensorWriter
 
@@ -118,6 +120,34 @@ def test_groups_that_cannot_measure_say_so(capsys):
     out, err = capsys.readouterr()
     assert out == ""
     assert "rate, peers: only with --codec kvr1" in err
+
+
+def test_family_of_block_quantised_codecs(capsys, monkeypatch):
+    pytest.importorskip("gguf", reason="the group rows compares with it")
+    from kvtools.bench import attention, row_speed, schemes
+
+    monkeypatch.setattr(schemes, "TIMED_VALUES", 1)
+    monkeypatch.setattr(schemes, "SEARCHED_VALUES", 1 << 10)
+    monkeypatch.setattr(row_speed, "MANY_VALUES", 1 << 14)
+    monkeypatch.setattr(row_speed, "FEW_VALUES", 1 << 12)
+    monkeypatch.setattr(row_speed, "LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(attention, "N_TOKENS", 200)
+    monkeypatch.setattr(attention, "SHAPES", attention.SHAPES[1:2])
+    argv = ["bench", "--reps", "1", "--family", "blockquant", "--json"]
+    assert cli.main(argv) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert {row["group"] for row in rows} == set(bench.FAMILIES["blockquant"])
+    found = {row["name"]: row["value"] for row in rows}
+    for scheme in SCHEMES:
+        assert found[f"{scheme.name}, bits"] == scheme.bits_per_value
+        assert 0 < found[f"{scheme.name}, decode"]
+    # More bits lose less, of one kind and of the next.
+    for name in ("K cosine", "V cosine", "attention cosine"):
+        better = [found[f"{x}, {name}"] for x in ("f16", "q8_0", "q6_k", "q4_k", "q2_k", "q1_0")]
+        assert better == sorted(better, reverse=True)
+    assert found["q8_0, attention RMSE"] < 0.05
+    schemes.show_schemes([Row("schemes", "f16, bits", 16.0, "")])
+    assert "f16" in capsys.readouterr().out
 
 
 def test_rivals():

@@ -178,6 +178,12 @@ def _rows(args: argparse.Namespace, _: CodecConfig, sample: Sample, __: Path) ->
     return measure_rows(sample, args.reps)
 
 
+def _attention(args: argparse.Namespace, _: CodecConfig, sample: Sample, path: Path) -> list[Row]:
+    from kvtools.bench.attention import measure_attention
+
+    return measure_attention(sample, args.reps, path)
+
+
 GROUPS: dict[str, _Group] = {
     "codec": _codec,
     "rate": _rate,
@@ -190,9 +196,10 @@ GROUPS: dict[str, _Group] = {
     "zarr": _zarr,
     "schemes": _schemes,
     "rows": _rows,
+    "attention": _attention,
     "import": _import,
     "memory": _memory,
 }
 
 #: The groups of ``--family``.
-FAMILIES: dict[str, tuple[str, ...]] = {"blockquant": ("schemes", "rows")}
+FAMILIES: dict[str, tuple[str, ...]] = {"blockquant": ("schemes", "rows", "attention")}

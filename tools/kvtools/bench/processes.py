@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -54,10 +56,11 @@ print(before, peak(), code)
 )
 
 
-def run_python(code: str, *arguments: str) -> str:
-    """Run `code` in a fresh interpreter and return what it prints."""
+def run_python(code: str, *arguments: str, env: Mapping[str, str] | None = None) -> str:
+    """Run `code` in a fresh interpreter, with `env` on top, and return what it prints."""
     command = [sys.executable, "-P", "-c", code, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    around = {**os.environ, **(env or {})}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=around)
     if done.returncode:
         raise KvError(f"a measuring process failed: {done.stderr.strip()}")
     return done.stdout

@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from kvcodecs.errors import Corrupt
 from kvcodecs.ggml import dequantise, quantise
 from kvcodecs.ggml.schemes import scheme_by_name
@@ -63,22 +64,27 @@ def _plain(name: str, x: F32, reps: int) -> list[Row]:
 def _against_gguf(gguf: Any, name: str, x: F32, reps: int) -> list[Row]:
     kind = gguf.GGMLQuantizationType(scheme_by_name(name).number)
     coded = quantise(x, name)
-    out = np.empty(x.shape, np.float32)
-    dequantise(coded, name, out=out, n_threads=1)
-    if not np.array_equal(gguf.quants.dequantize(coded, kind), out):
-        raise Corrupt(f"{name}: other values than gguf")
-    actions: list[Callable[[], object]] = [
-        partial(dequantise, coded, name, "float32", out=out, n_threads=1),
-        partial(gguf.quants.dequantize, coded, kind),
-    ]
-    timings = interleaved(actions, max(3, reps), least_seconds=LEAST_SECONDS)
-    what = f"{name}, dequantise {x.size >> 10}k values to float32"
-    speeds = [x.size / 1e6 / timings.seconds(i, "cpu") for i in range(2)]
-    return [
-        Row(GROUP, what, speeds[0], "Mvalues/s", _NOTE),
-        Row(GROUP, f"{what}, gguf", speeds[1], "Mvalues/s", "numpy of the package gguf"),
-        Row(GROUP, f"{what} / gguf", timings.ratio(1, 0, "cpu"), "x", "of speeds"),
-    ]
+    rows = []
+    for dtype in (np.float32, np.float16):
+        out = np.empty(x.shape, dtype)
+        ours = partial(dequantise, coded, name, dtype.__name__, out=out, n_threads=1)
+        theirs = partial(_gguf_values, gguf, coded, kind, dtype)
+        ours()
+        if not np.array_equal(theirs(), out):
+            raise Corrupt(f"{name}: other values than gguf")
+        timings = interleaved([ours, theirs], max(3, reps), least_seconds=LEAST_SECONDS)
+        what = f"{name}, dequantise {x.size >> 10}k values to {dtype.__name__}"
+        speeds = [x.size / 1e6 / timings.seconds(i, "cpu") for i in range(2)]
+        rows += [
+            Row(GROUP, what, speeds[0], "Mvalues/s", _NOTE),
+            Row(GROUP, f"{what}, gguf", speeds[1], "Mvalues/s", "numpy of the package gguf"),
+            Row(GROUP, f"{what} / gguf", timings.ratio(1, 0, "cpu"), "x", "of speeds"),
+        ]
+    return rows
+
+
+def _gguf_values(gguf: Any, coded: npt.NDArray[np.uint8], kind: Any, dtype: type[Any]) -> Any:
+    return gguf.quants.dequantize(coded, kind).astype(dtype, copy=False)
 
 
 def _sized(x: F32, n_values: int) -> F32:
