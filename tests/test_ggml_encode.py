@@ -152,6 +152,29 @@ def test_the_search_errs_less_than_the_simple_encoder(name, streams):
     assert np.mean(ratios) < 0.97
 
 
+@pytest.mark.parametrize("name", SEARCHED)
+def test_the_search_errs_less_on_made_up_values_too(name):
+    scheme = scheme_by_name(name)
+    rng = np.random.default_rng(4)
+    shape = (24, scheme.block_values)
+    normal = rng.normal(0, 1, shape)
+    scales = np.repeat(10.0 ** rng.uniform(-6, 3, (24, shape[1] // 16)), 16, axis=1)
+    for values in (
+        normal * scales,
+        np.clip(rng.standard_cauchy(shape), -6e4, 6e4),
+        normal + 5,
+        normal * 10.0 ** rng.uniform(-9, 3, (24, 1)),
+        np.where(rng.random(shape) < 0.9, 0, normal),
+        rng.integers(-3, 4, shape) / 2,
+    ):
+        x = values.astype(np.float32)
+        found = decode(name, encode(name, x)).reshape(shape)
+        simple = decoders.decode(encoders.encode(x, scheme), scheme)
+        assert np.isfinite(found).all()
+        error, simple_error = (np.square(y - x, dtype=np.float64).sum() for y in (found, simple))
+        assert error <= simple_error
+
+
 @pytest.mark.parametrize("name", [*SEARCHED, *sorted(encoders.EXACT)])
 def test_one_block_alone_is_the_same_as_among_others(name, streams):
     scheme = scheme_by_name(name)

@@ -53,7 +53,10 @@ struct ScanGrid {
   template <class T, std::size_t kLevels>
   static kv_u8 half_of(const T* values, const int (&digits)[kLevels], int n) {
     int number = 0;
-    for (int i = n; i-- > 0;) number = number * (int)kLevels + (int)(std::find(digits, digits + kLevels, values[i]) - digits);
+    for (int i = n; i-- > 0;) {
+      const auto digit = std::find(digits, digits + kLevels, values[i]) - digits;
+      number = number * (int)kLevels + (int)digit;
+    }
     return (kv_u8)number;
   }
 };

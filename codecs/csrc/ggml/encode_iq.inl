@@ -6,6 +6,7 @@ namespace KV_GGML_LEVEL {
 #include "encode_search.inl"
 #include "encode_iq4.inl"
 #include "encode_grid.inl"
+#include "encode_steps.inl"
 
 // Shares of the largest level that the value of largest magnitude of a sub-block is put on.
 constexpr float kShares2[] = {1, 0.93f, 0.87f, 0.81f, 0.75f, 0.7f, 0.65f, 0.6f, 0.55f, 0.5f, 1.08f, 1.16f, 1.3f, 0.45f};

@@ -39,6 +39,10 @@ bool encode_iq4_nl(const float* values, kv_u64 n_blocks, kv_u8* out) {
       scale = stored(scale);
       fits &= std::fabs(scale) < kInfinity;
     }
+    for (int lane = 0; lane < kLanes; lane += kWide) {  // the least float16 may be far too large
+      const Floats scale = load(scales + lane), zero = error_of<Levels4, 32>(x, lane, all(0));
+      store(error_of<Levels4, 32>(x, lane, scale) < zero ? scale : all(0), scales + lane);
+    }
     codes_of<Levels4, 32>(x, scales, q, xq, qq);
     for (int b = 0; b < n; ++b) {
       kv_u8* to = out + (first + (kv_u64)b) * 18;

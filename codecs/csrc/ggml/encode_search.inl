@@ -1,6 +1,6 @@
 // Searches that several families share. Sixteen sub-blocks are searched side by side, one in each lane, position after
-// position: `x[i][lane]` is value i of a lane's sub-block. A lane's sums are made in one order however wide vectors are,
-// so that every instruction set finds the same.
+// position: `x[i][lane]` is value i of a lane's sub-block. A lane's sums are made in one order however wide vectors
+// are, so that every instruction set finds the same.
 
 constexpr int kLanes = 16, kWide = KV_GGML_BITS / 32;
 typedef float Floats __attribute__((vector_size(KV_GGML_BITS / 8)));
