@@ -6,6 +6,7 @@ import http.client
 import itertools
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -20,6 +21,9 @@ import pytest
 from kvtools import cli
 
 import kvstore
+
+# Started with nohup, the tests of closing terminals would find that children ignore it.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture
