@@ -51,6 +51,11 @@ def crc32c(*parts: BytesLike) -> int:
     return crc
 
 
+def extend_crc32c(crc: int, data: BytesLike) -> int:
+    """Return the CRC-32C of what `crc` is of, with `data` behind it."""
+    return _core.crc32c(crc, data)
+
+
 def header_tag(stream_header: BytesLike) -> int:
     """Return the 64-bit tag that ties a frame to its stream header; never 0.
 

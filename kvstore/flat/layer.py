@@ -1,0 +1,339 @@
+"""One layer's K and V as block-quantised rows in a file that is mapped, or in memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Final, Literal
+
+import numpy as np
+import numpy.typing as npt
+from kvcodecs.errors import Full, InvalidArgument
+from kvcodecs.frame import crc32c
+from kvcodecs.rope import Rope
+from kvcodecs.spec import Kind, KState
+
+from .asking import Schemes, make_header, make_specs
+from .coding import encode_rows
+from .file import Bytes, LayerFile
+from .layout import MAX_POSITION, Header, State, check_whole
+from .segments import Segments
+from .state import Commits, read_header
+from .stored_layer import StoredLayer, extended
+
+_MODES: Final = ("r", "a")
+
+
+class FlatLayer(StoredLayer):
+    """K and V of one layer: rows of a fixed size, read by position without their neighbours.
+
+    Made by `create`, `open` or `anonymous`; a context manager. Positions are those of tokens; the
+    first row has position 0 unless the first `append` says otherwise. One object appends to a file,
+    any number of processes read it and see what is committed.
+    """
+
+    def __init__(
+        self, file: LayerFile, header: Header, commits: Commits, *, writable: bool
+    ) -> None:
+        super().__init__(file, header, commits, writable=writable)
+        self._sparse = False
+        # As appended: `_state`; what readers see: `_committed`; before the last append: `_before`.
+        self._committed = self._before = self._state
+        if writable:
+            self._segments.check_whole()
+            if not commits.is_same:
+                commits.store(self._state)
+
+    @classmethod
+    def create(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        heads: int,
+        head_dim: int,
+        head_dim_v: int | Literal["same"] | None = "same",
+        scheme: Schemes = "q8_0",
+        rope: Rope | None = None,
+        store_k: KState = "pre",
+        capacity: int = 1024,
+        max_rows: int | None = None,
+        sparse: bool = False,
+        pread: bool = False,
+    ) -> FlatLayer:
+        """Create a file for one layer.
+
+        Parameters
+        ----------
+        heads, head_dim, head_dim_v
+            KV heads and channels per head; `head_dim_v` None means no V.
+        scheme
+            A scheme of ggml, ``"q8_0"`` for example, or ``{"k": ..., "v": ...}``.
+        rope
+            Of K, so that it can be given and read in either state.
+        store_k
+            Whether K is kept before RoPE, as everywhere else, or after it: then `attend` need not
+            rotate it, and a read before RoPE turns it back.
+        capacity
+            Rows that the file has room for at once; it grows by itself.
+        max_rows
+            The most rows there may be. The file then never grows, and rows that were dropped make
+            room for new ones, as in a ring.
+        sparse
+            Do not reserve room on the disk: a full disk is then met when rows are appended.
+        pread
+            Read with ``pread`` instead of a map.
+
+        Raises
+        ------
+        InvalidArgument
+            Something of that name is there, or rows that are not whole blocks of the scheme.
+        Full
+            No room on the disk.
+        """
+        specs = make_specs(heads, head_dim, head_dim_v, rope)
+        header = make_header(*specs, scheme, store_k, capacity, max_rows)
+        return cls.from_header(os.fspath(path), header, sparse=sparse, pread=pread)
+
+    @classmethod
+    def anonymous(
+        cls,
+        *,
+        heads: int,
+        head_dim: int,
+        head_dim_v: int | Literal["same"] | None = "same",
+        scheme: Schemes = "q8_0",
+        rope: Rope | None = None,
+        store_k: KState = "pre",
+        capacity: int = 1024,
+        max_rows: int | None = None,
+    ) -> FlatLayer:
+        """Return a layer in memory that the kernel may swap, gone when it is closed."""
+        specs = make_specs(heads, head_dim, head_dim_v, rope)
+        header = make_header(*specs, scheme, store_k, capacity, max_rows)
+        return cls.from_header(None, header, sparse=True, pread=False)
+
+    @classmethod
+    def from_header(
+        cls, path: str | None, header: Header, *, sparse: bool, pread: bool
+    ) -> FlatLayer:
+        """Create a layer of which everything is settled; `path` None: in memory."""
+        packed = header.pack()
+
+        def begin(file: LayerFile) -> None:
+            segments = Segments(header, file)
+            file.write(0, packed)
+            segments.add(sparse=sparse)
+            Commits(file, packed).store(State())
+
+        if path is None:
+            file = LayerFile.anonymous(begin)
+        else:
+            file = LayerFile.create(path, pread=pread, begin=begin)
+        layer = cls(file, header, Commits(file, packed), writable=True)
+        layer._sparse = sparse
+        return layer
+
+    @classmethod
+    def open(
+        cls,
+        path: str | os.PathLike[str],
+        mode: Literal["r", "a"] = "r",
+        *,
+        pread: bool = False,
+        sparse: bool = False,
+    ) -> FlatLayer:
+        """Open a layer's file to read it, or to append to it.
+
+        Raises
+        ------
+        NotFound, Truncated, Corrupt, Unsupported
+            There is none, it was cut or damaged, or is of a newer release.
+        Locked
+            ``mode="a"``, and somebody else has it open for appending.
+        """
+        if mode not in _MODES:
+            raise InvalidArgument(f"mode {mode!r}: 'r' to read, 'a' to append")
+        file = LayerFile.open(os.fspath(path), write=mode == "a", pread=pread)
+        try:
+            layer = cls(file, *read_header(file), writable=mode == "a")
+        except BaseException:
+            file.close()
+            raise
+        layer._sparse = sparse
+        return layer
+
+    def append(
+        self,
+        k: npt.ArrayLike,
+        v: npt.ArrayLike | None = None,
+        *,
+        k_state: KState = "pre",
+        start: int | None = None,
+    ) -> None:
+        """Append rows; `commit` makes them durable and visible to others.
+
+        Parameters
+        ----------
+        k, v : (heads, n, head_dim) float16, bfloat16, float32 or float64
+            `v` None for a layer without V.
+        k_state
+            Whether `k` was taken before or after RoPE.
+        start
+            Guards against appending twice: the position of the first new row. It may be any in a
+            layer that never had rows.
+
+        Raises
+        ------
+        InvalidArgument
+            Shapes, a position, or values that the scheme cannot hold.
+        Full
+            No room on the disk, or more than `max_rows`; nothing is appended.
+        """
+        with self._lock:
+            self._check_writable()
+            given = {"k": k, "v": v}
+            at = self._position(start)
+            rows = {
+                kind: encode_rows(self.header, kind, given[kind], k_state, at, self._file.where)
+                for kind in self.header.kinds
+            }
+            if self.header.v is None and v is not None:
+                raise InvalidArgument(f"{self._file.where}: v is given, the layer has none")
+            n = {len(x) for x in rows.values()}
+            if len(n) > 1:
+                raise InvalidArgument(f"{self._file.where}: k and v have different token counts")
+            self.append_rows(rows, start=at)
+
+    def append_rows(self, rows: Mapping[Kind, Bytes], *, start: int | None = None) -> None:
+        """Append rows as they are stored, ``(n, row_bytes)`` uint8 each: copied, never decoded."""
+        with self._lock:
+            self._check_writable()
+            at = self._position(start)
+            n = self._check_rows(rows)
+            state = self._state
+            if not state.end and at != state.end:
+                state = state._replace(origin=at, dropped=at, end=at)
+            if not n:
+                return
+            self._before = self._state
+            self._make_room(state, n)
+            state = self._state if state.end == self._state.end else state
+            lo, size = state.end - state.origin, self.header.block_rows
+            crcs: dict[Kind, int] = {}
+            for kind in self.header.kinds:
+                self._segments.write_rows(kind, lo, rows[kind])
+                crc, done = state.crc(kind), 0
+                while done < n:
+                    block, filled = divmod(lo + done, size)
+                    m = min(size - filled, n - done)
+                    crc = extended(crc, rows[kind][done : done + m])
+                    done += m
+                    if filled + m == size:
+                        self._segments.write_checksum(kind, block, crc)
+                        crc = 0
+                crcs[kind] = crc
+            self._state = state._replace(
+                end=state.end + n,
+                n_segments=len(self._segments),
+                k_crc=crcs["k"],
+                v_crc=crcs.get("v", 0),
+            )
+
+    def commit(self) -> None:
+        """Make all appended rows, and what was dropped, durable and visible to others."""
+        with self._lock:
+            self._check_writable()
+            before, state = self._committed, self._state
+            if state == before:
+                return
+            self._file.sync()
+            self._commits.store(state)
+            self._committed = state
+            if self.header.max_rows is None:
+                lo, hi = (self._block_start(s) - s.origin for s in (before, state))
+                if before.origin == state.origin and lo < hi:
+                    self._segments.punch(lo, hi)
+
+    def flush(self) -> None:
+        """Commit; a real ``msync``: it returns when the disk has it."""
+        self.commit()
+
+    def drop_front(self, n_rows: int) -> None:
+        """Drop the oldest rows, at most as many as there are; nothing is rewritten.
+
+        Their room is given back at the next `commit`, whole pages of whole checksum blocks; in a
+        ring, new rows take it.
+        """
+        with self._lock:
+            self._check_writable()
+            n = check_whole(n_rows, f"{self._file.where}: drop_front", 0, MAX_POSITION)
+            state = self._state
+            self._state = state._replace(dropped=min(state.start + n, state.end))
+
+    def forget(self, stop: int) -> None:
+        """Undo the last `append` if there is more than `stop` says."""
+        with self._lock:
+            if self._state.end != stop:
+                self._state = self._before
+
+    def take_back(self, stop: int) -> None:
+        """Take the newest rows back, so that `stop` is one past the last; durable at once."""
+        with self._lock:
+            self._check_writable()
+            state = self._state
+            stop = check_whole(stop, f"{self._file.where}: take_back", state.start, state.end)
+            if stop == state.end:
+                return
+            lo = (stop - state.origin) // self.header.block_rows * self.header.block_rows
+            crcs: dict[Kind, int] = {"k": 0, "v": 0}
+            for kind in self.header.kinds:
+                if lo < stop - state.origin:
+                    self._check_blocks(kind, state, lo, stop - state.origin)
+                    crcs[kind] = crc32c(self._segments.gather(kind, lo, stop - state.origin))
+            self._state = state._replace(
+                end=stop, epoch=state.epoch + 1, k_crc=crcs["k"], v_crc=crcs["v"]
+            )
+            self.commit()
+
+    def _make_room(self, state: State, n: int) -> None:
+        if self.header.max_rows is None:
+            while state.end - state.origin + n > self._segments.n_rows:
+                self._segments.add(sparse=self._sparse)
+            return
+        if state.end - state.start + n > self.header.max_rows:
+            raise Full(
+                f"{self._file.where}: {state.end - state.start} rows, {n} more do not fit into "
+                f"{self.header.max_rows}; drop_front the oldest first"
+            )
+        committed = self._committed
+        if state.end + n - self._block_start(committed) > self._segments.n_rows:
+            self.commit()  # the drop has to be durable before its slots are used again
+
+    def _position(self, start: int | None) -> int:
+        end = self._state.end
+        if start is None:
+            return end
+        at = check_whole(start, f"{self._file.where}: start", 0, MAX_POSITION)
+        if at != end and end:
+            raise InvalidArgument(f"{self._file.where}: append at start={at}, but {end} are there")
+        return at
+
+    def _check_rows(self, rows: Mapping[Kind, Bytes]) -> int:
+        if set(rows) != set(self.header.kinds):
+            raise InvalidArgument(f"{self._file.where}: rows of {sorted(rows)}")
+        for kind, x in rows.items():
+            size = self.header.row_bytes(kind)
+            if x.dtype != np.uint8 or x.ndim != 2 or x.shape[1] != size:
+                raise InvalidArgument(
+                    f"{self._file.where} {kind}: rows of {x.dtype} {x.shape}, expected uint8 "
+                    f"(n, {size})"
+                )
+        n = {len(x) for x in rows.values()}
+        if len(n) > 1:
+            raise InvalidArgument(f"{self._file.where}: k and v have different numbers of rows")
+        return n.pop()
+
+    def _check_writable(self) -> None:
+        self._file.fd  # noqa: B018  raises `Closed`
+        if not self._writable:
+            raise InvalidArgument(f"{self._file.where}: opened to read; open it with mode='a'")

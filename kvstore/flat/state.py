@@ -1,0 +1,91 @@
+"""What of a layer is committed: reading and writing the two copies of its commit record.
+
+A commit writes the first copy, waits for the disk, and writes the second one: whatever is cut off
+or damaged, one of them is whole. FORMAT.md section 11.3.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from kvcodecs.errors import Corrupt, Truncated
+from kvcodecs.frame import crc32c
+
+from .file import LayerFile
+from .layout import (
+    COMMIT_BYTES,
+    COMMIT_OFFSETS,
+    HEADER_BYTES,
+    Header,
+    State,
+    pack_commit,
+    unpack_commit,
+)
+
+_READS: Final = 100
+
+
+class Commits:
+    """The commit records of an open file."""
+
+    def __init__(self, file: LayerFile, header: bytes) -> None:
+        self._file, self._tag = file, crc32c(header)
+        self.sequence = 0
+        #: Whether both copies are whole, and whether they are the same.
+        self.is_whole = self.is_same = True
+
+    def load(self) -> State:
+        """Return the newest committed state.
+
+        Raises
+        ------
+        Corrupt
+            Neither copy is whole.
+        """
+        for _ in range(_READS):
+            found = [self._read(offset) for offset in COMMIT_OFFSETS]
+            whole = [record for record in found if record is not None]
+            if whole:
+                self.sequence, state = max(whole, key=lambda record: record[0])
+                self.is_whole, self.is_same = len(whole) == 2, found[0] == found[1]
+                return state
+            # A writer may be at one of them, and the other one then is whole: look again.
+        raise Corrupt(f"{self._file.where}: no whole commit record; restore a copy")
+
+    def store(self, state: State) -> None:
+        """Make `state` the committed one, durably; what it refers to is durable already."""
+        record = pack_commit(state, self.sequence + 1, self._tag)
+        self._file.write(COMMIT_OFFSETS[0], record)
+        self._file.sync()
+        self._file.write(COMMIT_OFFSETS[1], record)
+        self.sequence += 1
+        self.is_whole = self.is_same = True
+
+    def check_copies(self) -> None:
+        """Raise `Corrupt` if one of the copies is damaged."""
+        for _ in range(_READS):
+            self.load()  # a writer may be at one of them
+            if self.is_whole:
+                return
+        raise Corrupt(
+            f"{self._file.where}: a copy of the commit record is damaged; open it with mode='a', "
+            "which writes it anew from the other one"
+        )
+
+    def _read(self, offset: int) -> tuple[int, State] | None:
+        data = self._file.read(offset, COMMIT_BYTES).tobytes()
+        return unpack_commit(data, self._tag, self._file.where)
+
+
+def read_header(file: LayerFile) -> tuple[Header, Commits]:
+    """Return the header of an open file, and its commit records.
+
+    Raises
+    ------
+    Truncated, Corrupt, Unsupported
+        No layer's file, a damaged one, or one of a newer release.
+    """
+    if file.size < COMMIT_OFFSETS[1] + COMMIT_BYTES:
+        raise Truncated(f"{file.where}: {file.size} bytes: no layer's file, or cut")
+    data = file.read(0, HEADER_BYTES).tobytes()
+    return Header.unpack(data, file.where), Commits(file, data)

@@ -1,0 +1,137 @@
+"""Sessions of flat layers: commits of all layers together, identity, kills in the middle."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from kvcodecs.errors import Corrupt, IdentityMismatch, InvalidArgument, Locked, NotFound
+
+import kvstore
+from kvstore import LayerSpec, Model, flat
+
+MODEL = Model(
+    name="m",
+    layers=(LayerSpec(2, 32, 32), LayerSpec(4, 16, 32), LayerSpec(2, 64, None)),
+    rope=kvstore.Rope.from_theta(1e4, 16),
+)
+
+
+def tensors(n, seed=0):
+    rng = np.random.default_rng(seed)
+    k = [rng.standard_normal((s.heads, n, s.head_dim_k), np.float32) for s in MODEL.layers]
+    v = [
+        None if s.head_dim_v is None else rng.standard_normal((s.heads, n, s.head_dim_v))
+        for s in MODEL.layers
+    ]
+    return k, v
+
+
+def cut(tensors, start, stop):
+    return [None if x is None else x[:, start:stop] for x in tensors]
+
+
+@pytest.fixture
+def path(tmp_path):
+    return str(tmp_path / "chat")
+
+
+@pytest.mark.parametrize("pread", [False, True])
+def test_written_and_read_again(path, pread):
+    k, v = tensors(500)
+    with flat.create(path, MODEL, scheme={"k": "q8_0", "v": "f16"}, pread=pread) as session:
+        session.append(cut(k, 0, 300), cut(v, 0, 300), start=0)
+        session.commit()
+        session.append(cut(k, 300, 500), cut(v, 300, 500))
+        assert (session.start, session.stop, len(session)) == (0, 500, 500)
+        session.drop_front(20)
+        session.commit()
+        with pytest.raises(Locked):
+            flat.open(path, "a")
+    with flat.open(path, expect=MODEL, pread=pread) as session:
+        assert (session.start, session.stop) == (20, 500)
+        assert session.verify() > 0
+        for layer in range(3):
+            x = session.read(layer, "k", 100, 200)
+            assert np.abs(x - k[layer][:, 100:200]).max() < 0.05
+        x = session.read(1, "v", 490, dtype="float16")
+        assert np.array_equal(x, v[1][:, 490:].astype(np.float16))
+        ks, vs = session.read_all()
+        assert [x.shape[1] for x in ks] == [480] * 3
+        assert vs[2] is None
+        q = np.ones((8, 16), np.float32)
+        assert np.array_equal(
+            kvstore.attend(q, session, 1, n_threads=1),
+            kvstore.attend(q, session.layer(1), n_threads=1),
+        )
+        with pytest.raises(InvalidArgument, match="no V"):
+            session.read(2, "v")
+    with pytest.raises(IdentityMismatch, match="name"):
+        flat.open(path, expect=Model(name="other", layers=MODEL.layers, rope=MODEL.rope))
+
+
+def test_an_append_that_fails_appends_to_no_layer(path):
+    k, v = tensors(10)
+    with flat.anonymous(MODEL) as session:
+        session.append(k, v)
+        wrong = [*k[:2], k[2] * np.nan]
+        with pytest.raises(InvalidArgument, match="not finite"):
+            session.append(wrong, v)
+        assert [layer.stop for layer in session.layers] == [10] * 3
+        session.append(k, v)
+        session.commit()
+        assert session.verify() > 0
+        with pytest.raises(InvalidArgument, match="layers"):
+            session.append(k[:2], v)
+
+
+def test_killed_between_the_layers_of_a_commit(path):
+    k, v = tensors(200)
+    with flat.create(path, MODEL) as session:
+        session.append(cut(k, 0, 100), cut(v, 0, 100))
+        session.commit()
+    code = (
+        "import os, sys\n"
+        "sys.path.insert(0, sys.argv[2])\n"
+        "from test_flat_session import cut, tensors\n"
+        "from kvstore import flat\n"
+        "k, v = tensors(200)\n"
+        "session = flat.open(sys.argv[1], 'a')\n"
+        "session.append(cut(k, 100, 200), cut(v, 100, 200))\n"
+        "session.layers[1].commit = lambda: os._exit(9)\n"
+        "session.commit()\n"
+    )
+    here = os.path.dirname(__file__)
+    done = subprocess.run([sys.executable, "-c", code, path, here], check=False)
+    assert done.returncode == 9
+    with flat.open(path) as session:
+        assert (session.stop, session.layers[0].stop) == (100, 200)
+        assert np.abs(session.read(1, "k") - k[1][:, :100]).max() < 0.05
+    with flat.open(path, "a") as session:
+        assert session.layers[0].stop == 100
+        session.append(cut(k, 100, 200), cut(v, 100, 200), start=100)
+        session.commit()
+        session.verify()
+        assert np.abs(session.read(0, "k") - k[0]).max() < 0.05
+
+
+def test_what_is_not_a_session(path, tmp_path):
+    with pytest.raises(NotFound):
+        flat.open(path)
+    with pytest.raises(InvalidArgument, match="whole blocks"):
+        flat.create(path, MODEL, scheme="q4_k")
+    assert os.listdir(tmp_path) == []
+    flat.create(path, MODEL).close()
+    with pytest.raises(InvalidArgument, match="exists"):
+        flat.create(path, MODEL)
+    other = str(tmp_path / "other")
+    flat.create(other, MODEL).close()
+    name = "layer-00001.kvf"
+    os.replace(os.path.join(other, name), os.path.join(path, name))
+    with pytest.raises(Corrupt, match="another session"):
+        flat.open(path)
+    with pytest.raises(Corrupt, match="missing"):
+        flat.open(other)
