@@ -89,7 +89,8 @@ def _gguf_values(gguf: Any, coded: npt.NDArray[np.uint8], kind: Any, dtype: type
 
 def _sized(x: F32, n_values: int) -> F32:
     n_rows = max(1, n_values // x.shape[1])
-    return x[np.arange(n_rows) % len(x)]
+    sized: F32 = x[np.arange(n_rows) % len(x)]
+    return sized
 
 
 def _gguf() -> ModuleType | None:

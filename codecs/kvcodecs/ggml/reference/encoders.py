@@ -15,7 +15,7 @@ import numpy as np
 from ..schemes import Scheme
 from . import encoders_iq as iq
 from . import encoders_k as k
-from .fields import F32, U8, half, join_planes
+from .fields import F32, U8, Floats, half, join_planes
 
 
 def _largest(x: F32) -> F32:
@@ -23,7 +23,7 @@ def _largest(x: F32) -> F32:
     return np.take_along_axis(x, np.abs(x).argmax(axis=1, keepdims=True), axis=1)
 
 
-def _inverse(d: F32) -> F32:
+def _inverse(d: Floats) -> F32:
     return np.where(d == 0, np.float32(0), 1 / d)
 
 

@@ -11,12 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ..tables import IQ4_VALUES, grids
-from .fields import F32, U8, f16, half, join_planes
+from .fields import F32, U8, Floats, f16, half, join_planes
 
 I64 = npt.NDArray[np.int64]
 
 
-def _ratio(a: F32, b: F32) -> F32:
+def _ratio(a: Floats, b: Floats) -> F32:
     return np.where(b != 0, a / b, np.float32(0))
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from .fields import F32, U8, f16, half, join_planes
+from .fields import F32, U8, Floats, f16, half, join_planes
 
 
-def _ratio(a: F32, b: F32) -> F32:
+def _ratio(a: Floats, b: Floats) -> F32:
     return np.where(b != 0, a / b, np.float32(0))
 
 

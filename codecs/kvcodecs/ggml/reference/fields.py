@@ -9,6 +9,8 @@ U8 = npt.NDArray[np.uint8]
 U16 = npt.NDArray[np.uint16]
 U32 = npt.NDArray[np.uint32]
 F32 = npt.NDArray[np.float32]
+#: float32 too, where NumPy's types do not know it.
+Floats = npt.NDArray[np.floating]
 
 
 def split(blocks: U8, *sizes: int) -> list[U8]:
@@ -52,7 +54,7 @@ def spread(scales: F32, n: int) -> F32:
     return np.repeat(scales, n, axis=1)
 
 
-def half(x: F32) -> U8:
+def half(x: Floats) -> U8:
     """Return the bytes of float16 numbers, infinite beyond it."""
     return np.ascontiguousarray(x).astype("<f2").view(np.uint8)
 
