@@ -102,22 +102,7 @@ class Blocks:
     ) -> None:
         """Add one block; `target` and `rope` are indices into the plan's `Targets`."""
         _, stream = self._tables.setdefault(id(tables), (tables, len(self._tables)))
-        table = placement.rope
-        self.rows.append(
-            (
-                first_token,
-                stream,
-                target,
-                target,
-                placement.n_tokens,
-                placement.stop - first_token,
-                placement.start - first_token,
-                0,
-                0 if table is None else placement.start - table.first_token,
-                rope,
-                0,
-            )
-        )
+        self.rows.append((first_token, stream, *placement.of_block(first_token, target, rope)))
 
     def arrays(
         self,

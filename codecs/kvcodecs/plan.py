@@ -64,6 +64,16 @@ class Placement:
     def n_rows(self) -> int:
         return self.stop - self.start
 
+    def of_block(self, first_token: int, target: int, rope: int) -> tuple[int, ...]:
+        """Return the fields that the blocks of all codecs without lanes end in.
+
+        These are payload, output, n_tokens, stop, skip, row, rope_row, rope and reserved;
+        `target` and `rope` are indices into the plan's `Targets`.
+        """
+        rope_row = 0 if self.rope is None else self.start - self.rope.first_token
+        stop, skip = self.stop - first_token, self.start - first_token
+        return target, target, self.n_tokens, stop, skip, 0, rope_row, rope, 0
+
 
 @dataclass(slots=True)
 class Targets:

@@ -69,21 +69,7 @@ class Rows:
     ) -> None:
         """Add one frame; `target` and `rope` are indices into the plan's `Targets`."""
         _, stream = self._tables.setdefault(id(tables), (tables, len(self._tables)))
-        table = placement.rope
-        self.rows.append(
-            (
-                stream,
-                target,
-                target,
-                placement.n_tokens,
-                placement.stop - first_token,
-                placement.start - first_token,
-                0,
-                0 if table is None else placement.start - table.first_token,
-                rope,
-                0,
-            )
-        )
+        self.rows.append((stream, *placement.of_block(first_token, target, rope)))
 
     def arrays(self) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[np.uint32]]:
         """Return frames, streams, and the order table that they index."""

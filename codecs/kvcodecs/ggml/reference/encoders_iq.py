@@ -11,13 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ..tables import IQ4_VALUES, grids
-from .fields import F32, U8, Floats, f16, half, join_planes
+from .fields import F32, U8, f16, half, join_planes, ratio
 
 I64 = npt.NDArray[np.int64]
-
-
-def _ratio(a: Floats, b: Floats) -> F32:
-    return np.where(b != 0, a / b, np.float32(0))
 
 
 def _scales(sub_blocks: F32, largest_level: float, tops: tuple[float, float], step: float) -> F32:
@@ -28,7 +24,7 @@ def _scales(sub_blocks: F32, largest_level: float, tops: tuple[float, float], st
     first, last = tops
     scale = np.abs(sub_blocks).max(axis=2) / np.float32(largest_level)
     d = half(scale.max(axis=1, keepdims=True) / np.float32(last))
-    whole = np.rint((_ratio(scale, f16(d)) - np.float32(first)) / np.float32(step))
+    whole = np.rint((ratio(scale, f16(d)) - np.float32(first)) / np.float32(step))
     k = np.clip(whole, 0, (last - first) / step).astype(np.float32)
     return np.concatenate([f16(d), k], axis=1)
 
@@ -61,7 +57,7 @@ def _parity(x: F32) -> tuple[F32, U8]:
 def _iq4(groups: F32, step: F32) -> U8:
     levels = np.array(IQ4_VALUES, np.float32)
     edges = (levels[1:] + levels[:-1]) / 2
-    return np.searchsorted(edges, _ratio(groups, step), side="right").astype(np.uint8)
+    return np.searchsorted(edges, ratio(groups, step), side="right").astype(np.uint8)
 
 
 def _largest(x: F32) -> F32:
@@ -77,7 +73,7 @@ def iq4_xs(x: F32) -> U8:
     groups = x.reshape(len(x), 8, 32)
     scale = _largest(groups)[:, :, 0] / np.float32(IQ4_VALUES[0])
     d = half(np.abs(scale).max(axis=1, keepdims=True) / np.float32(31))
-    multiple = np.clip(np.rint(_ratio(scale, f16(d))), -32, 31).astype(np.float32)
+    multiple = np.clip(np.rint(ratio(scale, f16(d))), -32, 31).astype(np.float32)
     c = _iq4(groups, (f16(d) * multiple)[:, :, None]).reshape(len(x), 256)
     s = (multiple + 32).astype(np.uint8)
     low, high = join_planes(s & np.uint8(15), 1, 4), join_planes(s >> np.uint8(4), 1, 2)
@@ -95,7 +91,7 @@ def _iq2(
         d * (np.float32(0.5) + k) * np.float32(unit), 256 // width // k.shape[1], axis=1
     )
     values = magnitudes.reshape(len(x), -1, width)
-    rows = _nearest(_ratio(values, step[:, :, None]), grids()[name].astype(np.float32))
+    rows = _nearest(ratio(values, step[:, :, None]), grids()[name].astype(np.float32))
     return half(d), k.astype(np.uint8), rows, signs
 
 
@@ -131,7 +127,7 @@ def iq2_s(x: F32) -> U8:
     d, k = found[:, :1], found[:, 1:]
     step = np.repeat(d * (np.float32(0.5) + k) * np.float32(0.25), 2, axis=1)[:, :, None]
     rows = _nearest(
-        _ratio(np.abs(x).reshape(len(x), 32, 8), step), grids()["iq2_s"].astype(np.float32)
+        ratio(np.abs(x).reshape(len(x), 32, 8), step), grids()["iq2_s"].astype(np.float32)
     )
     signs = join_planes((x < 0).astype(np.uint8), 1, 1)
     high = join_planes((rows >> 8).astype(np.uint8), 1, 2)
@@ -144,7 +140,7 @@ def iq3_s(x: F32) -> U8:
     d, k = found[:, :1], found[:, 1:]
     step = np.repeat(d * (1 + 2 * k), 8, axis=1)[:, :, None]
     rows = _nearest(
-        _ratio(np.abs(x).reshape(len(x), 64, 4), step), grids()["iq3_s"].astype(np.float32)
+        ratio(np.abs(x).reshape(len(x), 64, 4), step), grids()["iq3_s"].astype(np.float32)
     )
     signs = join_planes((x < 0).astype(np.uint8), 1, 1)
     high = join_planes((rows >> 8).astype(np.uint8), 1, 1)
@@ -158,7 +154,7 @@ def _iq1(x: F32, n: int) -> tuple[F32, npt.NDArray[np.int64], I64]:
     d, k = found[:, :1], found[:, 1:]
     step = np.repeat(d * (1 + 2 * k), n // 8, axis=1)[:, :, None]
     levels = grids()["iq1"].astype(np.float32) + np.float32(0.125)
-    return d, k.astype(np.int64), _nearest(_ratio(x.reshape(len(x), 32, 8), step), levels)
+    return d, k.astype(np.int64), _nearest(ratio(x.reshape(len(x), 32, 8), step), levels)
 
 
 def iq1_s(x: F32) -> U8:

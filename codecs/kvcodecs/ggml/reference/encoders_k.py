@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .fields import F32, U8, Floats, f16, half, join_planes
-
-
-def _ratio(a: Floats, b: Floats) -> F32:
-    return np.where(b != 0, a / b, np.float32(0))
+from .fields import F32, U8, f16, half, join_planes, ratio
 
 
 def _codes(x: F32, low: int, high: int) -> U8:
@@ -21,9 +17,9 @@ def _signed(x: F32, low: int, ends: tuple[int, int]) -> tuple[U8, F32, U8]:
     at = np.abs(groups).argmax(axis=2, keepdims=True)
     scale = np.take_along_axis(groups, at, axis=2)[:, :, 0] / np.float32(low)
     d = half(np.abs(scale).max(axis=1, keepdims=True) / np.float32(ends[1]))
-    multiple = np.clip(np.rint(_ratio(scale, f16(d))), *ends).astype(np.float32)
+    multiple = np.clip(np.rint(ratio(scale, f16(d))), *ends).astype(np.float32)
     step = (f16(d) * multiple)[:, :, None]
-    return d, multiple, _codes(_ratio(groups, step), low, -low - 1).reshape(len(x), 256)
+    return d, multiple, _codes(ratio(groups, step), low, -low - 1).reshape(len(x), 256)
 
 
 def q3_k(x: F32) -> U8:
@@ -50,10 +46,10 @@ def _offset(x: F32, n: int, top: int, ends: int) -> tuple[U8, U8, U8, U8, U8]:
     scale = np.maximum(scale, 0)
     d = half(scale.max(axis=1, keepdims=True) / np.float32(ends))
     dmin = half((-least).max(axis=1, keepdims=True) / np.float32(ends))
-    s = np.clip(np.rint(_ratio(scale, f16(d))), 0, ends).astype(np.float32)
-    m = np.clip(np.rint(_ratio(-least, f16(dmin))), 0, ends).astype(np.float32)
+    s = np.clip(np.rint(ratio(scale, f16(d))), 0, ends).astype(np.float32)
+    m = np.clip(np.rint(ratio(-least, f16(dmin))), 0, ends).astype(np.float32)
     shifted = groups + (f16(dmin) * m)[:, :, None]
-    c = _codes(_ratio(shifted, (f16(d) * s)[:, :, None]), 0, top)
+    c = _codes(ratio(shifted, (f16(d) * s)[:, :, None]), 0, top)
     return d, dmin, s.astype(np.uint8), m.astype(np.uint8), c.reshape(len(x), 256)
 
 

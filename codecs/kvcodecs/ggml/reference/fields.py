@@ -54,6 +54,11 @@ def spread(scales: F32, n: int) -> F32:
     return np.repeat(scales, n, axis=1)
 
 
+def ratio(a: Floats, b: Floats) -> F32:
+    """Return ``a / b``, and 0 where `b` is 0."""
+    return np.where(b != 0, a / b, np.float32(0))
+
+
 def half(x: Floats) -> U8:
     """Return the bytes of float16 numbers, infinite beyond it."""
     return np.ascontiguousarray(x).astype("<f2").view(np.uint8)
