@@ -11,7 +11,7 @@ from .. import _core
 from ..errors import InvalidArgument
 from ..plan import available_cpus
 from ..spec import FLOAT_DTYPES, float_dtype
-from .schemes import SCHEMES, Scheme, scheme_by_name
+from .schemes import Scheme, scheme_by_name
 
 # csrc/rows.hpp OutputType.
 _TYPES: Final = {FLOAT_DTYPES[name]: i for i, name in enumerate(("float32", "float16", "bfloat16"))}
@@ -129,7 +129,7 @@ def dequantise(
 
 
 def _scheme(scheme: str | Scheme) -> Scheme:
-    return scheme if isinstance(scheme, Scheme) and scheme in SCHEMES else scheme_by_name(scheme)  # type: ignore[arg-type]
+    return scheme_by_name(scheme.name if isinstance(scheme, Scheme) else scheme)
 
 
 def _bits(x: npt.NDArray[Any]) -> npt.NDArray[Any]:
