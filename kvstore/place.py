@@ -24,9 +24,15 @@ from .backend import (
 MEMORY_PREFIX: Final = "memory:"
 ZARR_PREFIX: Final = "zarr:"
 ICECHUNK_PREFIX: Final = "icechunk:"
+#: Of folders of flat layers, which are no archives: `kvstore.flat`.
+FLAT_PREFIX: Final = "flat:"
 PARTIAL_SUFFIX: Final = ".partial"
 #: In a directory that is an archive of the zarr backend.
 _ZARR_SIGN: Final = os.path.join("_kvstore", "zarr.json")
+#: In a folder of flat layers.
+FLAT_SIGN: Final = "session"
+#: What archives have and folders of sessions do not.
+ARCHIVE_SIGNS: Final = ("data.mdb", "_kvstore")
 _URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
@@ -113,6 +119,20 @@ class Place:
             return mine == theirs or mine.startswith(theirs + "/")
         mine_at = Path(os.path.realpath(self.folder))
         return mine_at.is_relative_to(os.path.realpath(other.folder))
+
+
+def flat_folders(path: str | os.PathLike[str]) -> list[Path]:
+    """Return the folders of flat layers that are there, by name: `path` itself, or in it."""
+    root = Path(path)
+    if (root / FLAT_SIGN).is_file():
+        return [root]
+    if not root.is_dir() or any((root / sign).exists() for sign in ARCHIVE_SIGNS):
+        return []
+    return sorted(
+        folder
+        for folder in root.iterdir()
+        if not folder.name.startswith(".") and (folder / FLAT_SIGN).is_file()
+    )
 
 
 def _is_path(text: str) -> bool:
@@ -268,4 +288,8 @@ def _place(path: object, kind: str | None) -> tuple[str, str]:
             kind = "zarr"
         else:
             kind = "zarr" if os.path.isfile(os.path.join(text, _ZARR_SIGN)) else "lmdb"
+            if text.startswith(FLAT_PREFIX) or flat_folders(text):
+                raise InvalidArgument(
+                    f"{text}: flat layers, which are no archive; open them with kvstore.flat.open"
+                )
     return text, kind

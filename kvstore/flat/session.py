@@ -21,13 +21,14 @@ from ..files import sync_folder
 from ..identity import Model, check_model
 from ..metadata import canonical_json
 from ..mismatch import check_identity
+from ..place import FLAT_SIGN
 from ..records import load_json, read_count
 from .asking import Schemes, make_header
 from .coding import Tensor
 from .layer import FlatLayer
 
 SESSION_MAGIC: Final = b"KVFS"
-SESSION_FILE: Final = "session"
+SESSION_FILE: Final = FLAT_SIGN
 FORMAT: Final = 1
 
 
@@ -244,7 +245,7 @@ def create(
                 scheme, store_k, capacity, max_rows, number, index,
             )  # fmt: skip
             layer = FlatLayer.from_header(
-                os.fspath(partial / _name(index)), header, sparse=sparse, pread=pread
+                os.fspath(partial / layer_file(index)), header, sparse=sparse, pread=pread
             )
             layers.append(layer)
         data = {"format": FORMAT, "session": number, "model": model.to_json()}
@@ -261,7 +262,7 @@ def create(
         shutil.rmtree(partial, ignore_errors=True)
         raise
     for index, layer in enumerate(layers):
-        layer.renamed(os.fspath(target / _name(index)))
+        layer.renamed(os.fspath(target / layer_file(index)))
     return FlatSession(os.fspath(target), model, layers)
 
 
@@ -285,13 +286,13 @@ def open(
         ``mode="a"``, and somebody else appends.
     """
     folder = Path(path)
-    model, number = _read_session(folder)
+    model, number = read_session(folder)
     if expect is not None:
         check_identity(model, expect, os.fspath(folder))
     layers: list[FlatLayer] = []
     try:
         for index in range(model.n_layers):
-            where = os.fspath(folder / _name(index))
+            where = os.fspath(folder / layer_file(index))
             try:
                 layer = FlatLayer.open(where, mode, pread=pread, sparse=sparse)
             except NotFound:
@@ -335,11 +336,13 @@ def anonymous(
     return FlatSession("anonymous session", model, layers)
 
 
-def _name(layer: int) -> str:
+def layer_file(layer: int) -> str:
+    """Return what the file of a layer is called."""
     return f"layer-{layer:05}.kvf"
 
 
-def _read_session(folder: Path) -> tuple[Model, int]:
+def read_session(folder: Path) -> tuple[Model, int]:
+    """Return the model of a session and its number; `NotFound`, `Corrupt` or `Unsupported`."""
     where = os.fspath(folder / SESSION_FILE)
     try:
         data = (folder / SESSION_FILE).read_bytes()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from kvcodecs.errors import Corrupt, InvalidArgument, NotFound
+from kvcodecs.errors import Corrupt, InvalidArgument, KvError, NotFound
 from kvcodecs.frame import extend_crc32c
 from kvcodecs.ggml.schemes import Scheme
 from kvcodecs.spec import KINDS, Kind, KState, StreamSpec
@@ -180,6 +181,22 @@ class StoredLayer:
             yield start, start + n, k, v
             start += n
 
+    def stored_rows(self, kind: Kind, start: int, stop: int) -> Bytes:
+        """Return rows of positions ``[start, stop)`` as stored, ``(n, row_bytes)``, checked.
+
+        Raises
+        ------
+        NotFound, InvalidArgument, Truncated, Corrupt
+            As `read_rows`.
+        """
+        self.header.spec(kind)
+
+        def read(state: State, lo: int, hi: int) -> Bytes:
+            self._check_blocks(kind, state, lo, hi)
+            return np.array(self._segments.gather(kind, lo, hi))
+
+        return self._consistent(start, stop, read)
+
     def raw_rows(self, kind: Kind) -> list[Bytes]:
         """Return the stored rows of each segment, ``(n, row_bytes)``, as read-only views.
 
@@ -206,8 +223,13 @@ class StoredLayer:
         lo = state.start if start is None else start
         self._advise(lo, state.end if stop is None else stop, "release")
 
-    def verify(self) -> int:
+    def verify(self, on_damage: Callable[[KvError], object] | None = None) -> int:
         """Check everything against its checksum; return the number of blocks.
+
+        Parameters
+        ----------
+        on_damage
+            Called with each damage; None raises the first one.
 
         Raises
         ------
@@ -215,17 +237,20 @@ class StoredLayer:
             What is damaged, named.
         """
         with self._lock:
-            state = self._now()
-            self._segments.check_whole()
-            self._commits.check_copies()
-            size, n_blocks = self.header.block_rows, 0
-            lo = self._block_start(state) - state.origin
-            for block in range(lo, state.end - state.origin, size):
-                for kind in self.header.kinds:
-                    self._check_blocks(
-                        kind, state, block, min(block + size, state.end - state.origin)
-                    )
-                    n_blocks += 1
+            state, n_blocks = self._now(), 0
+            with _told(on_damage):
+                self._commits.check_copies()
+            with _told(on_damage):
+                self._segments.check_whole()
+                size = self.header.block_rows
+                lo = self._block_start(state) - state.origin
+                for block in range(lo, state.end - state.origin, size):
+                    for kind in self.header.kinds:
+                        with _told(on_damage):
+                            self._check_blocks(
+                                kind, state, block, min(block + size, state.end - state.origin)
+                            )
+                        n_blocks += 1
             return n_blocks
 
     def close(self) -> None:
@@ -329,6 +354,16 @@ class StoredLayer:
             lo, hi = max(start, state.start), min(stop, state.end)
             if lo < hi:
                 self._segments.advise(lo - state.origin, hi - state.origin, what)
+
+
+@contextmanager
+def _told(on_damage: Callable[[KvError], object] | None) -> Iterator[None]:
+    try:
+        yield
+    except KvError as error:
+        if on_damage is None:
+            raise
+        on_damage(error)
 
 
 def extended(crc: int, data: Bytes) -> int:
