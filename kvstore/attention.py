@@ -1,43 +1,29 @@
-"""Attention over stored K and V, without ever holding more of them than a window in float.
-
-Frames are read, checked and seen one window after the other; rows of a `ggml` scheme are not even
-decoded here: the kernel takes them as they lie in the archive.
-"""
+"""Attention over stored K and V, without ever holding more of them than a window in float."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
-from itertools import islice
-from typing import Any, Final, NamedTuple, Protocol, TypeAlias
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from kvcodecs.attention import Attention, Operand, Rows
-from kvcodecs.errors import Corrupt, InvalidArgument, Truncated
-from kvcodecs.ggml.codec import CODEC as GGML_CODEC
-from kvcodecs.ggml.codec import GGMLParams
+from kvcodecs.attention import Attention, Rows
+from kvcodecs.errors import Corrupt, InvalidArgument
+from kvcodecs.ggml.arrays import dequantise
 from kvcodecs.ggml.schemes import Scheme
-from kvcodecs.plan import Plan, available_cpus
-from kvcodecs.rope import Rope
+from kvcodecs.plan import available_cpus
 from kvcodecs.spec import F32, KINDS, Kind, KState, StreamSpec, float_dtype
 from kvcodecs.tensor import as_float32
 
-from .backend import Snapshot
+from .attention_walk import Walk
 from .layout import check_threads
-from .passing import Passing
-from .pieces import Piece, pieces
-from .reader import Reader, Request, Tables, Work
+from .pieces import pieces
 from .session import Session
-from .session_record import SessionRecord
 from .token_range import check_range, check_token
 
-# Tokens of a window at least: small frames are seen some at a time.
-_WINDOW_TOKENS: Final = 256
 _LAST_QUERY: Final = 1 << 53
-# Windows whose frames are announced and checked together.
-_AT_A_TIME: Final = 8
 
 
 class RowLayer(Protocol):
@@ -60,14 +46,27 @@ class RowLayer(Protocol):
     def spec(self, kind: Kind) -> StreamSpec: ...
     def scheme(self, kind: Kind) -> Scheme: ...
     def pieces(
-        self, start: int, stop: int
+        self, start: int, stop: int, n_threads: int = 1
     ) -> Iterable[tuple[int, int, npt.NDArray[np.uint8], npt.NDArray[np.uint8]]]:
-        """Yield ``(start, stop, k_rows, v_rows)`` in order; rows are C-contiguous uint8."""
+        """Yield ``(start, stop, k_rows, v_rows)`` in order; rows are C-contiguous uint8.
+
+        Going on raises unless the rows that were yielded last are still what they were.
+        """
 
 
 class RowSession(Protocol):
-    """A session whose layers are `RowLayer` objects."""
+    """A session whose layers are `RowLayer` objects, of which it may have fewer rows.
 
+    Attributes
+    ----------
+    start, stop
+        The positions that it has in all layers.
+    """
+
+    @property
+    def start(self) -> int: ...
+    @property
+    def stop(self) -> int: ...
     def layer(self, layer: int) -> RowLayer: ...
 
 
@@ -144,8 +143,7 @@ def attend(
     asked = _Asked(q, scale, causal, window, first_query, start, stop, k_state)
     if isinstance(source, Session):
         return _attend_session(asked, source, _layer_number(layer), n_threads)
-    rows = _row_layer(source, layer)
-    return _attend_rows(asked, rows, n_threads)
+    return _attend_rows(asked, source, layer, n_threads)
 
 
 class _Asked(NamedTuple):
@@ -233,11 +231,15 @@ def _query(asked: _Asked, spec: StreamSpec, start: int, stop: int, where: str) -
 
 
 def _number(scale: object, where: str) -> float:
-    if isinstance(scale, bool) or not isinstance(scale, int | float | np.number):
+    if isinstance(scale, bool) or not isinstance(scale, int | float | np.integer | np.floating):
         raise InvalidArgument(f"{where}: scale {scale!r}: expected a number")
-    if not math.isfinite(scale):
+    try:
+        number = float(scale)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
         raise InvalidArgument(f"{where}: scale {scale} is not finite")
-    return float(scale)
+    return number
 
 
 def _layer_number(layer: int | None) -> int:
@@ -246,20 +248,13 @@ def _layer_number(layer: int | None) -> int:
     return layer
 
 
-def _row_layer(source: object, layer: int | None) -> RowLayer:
-    if hasattr(source, "pieces") and hasattr(source, "scheme"):
-        if layer is not None:
-            raise InvalidArgument(f"attend: layer {layer!r} of a layer; leave it out")
-        return source  # type: ignore[return-value]
-    if hasattr(source, "layer"):
-        return source.layer(_layer_number(layer))  # type: ignore[no-any-return]
-    raise InvalidArgument(f"attend: source {source!r}: expected a session, or a flat layer")
-
-
-def _attend_rows(asked: _Asked, layer: RowLayer, n_threads: int | None) -> F32:
+def _attend_rows(
+    asked: _Asked, source: RowSession | RowLayer, number: int | None, n_threads: int | None
+) -> F32:
     where = "attend"
+    layer, first, end = _row_layer(source, number)
     k, v = layer.spec("k"), layer.spec("v")
-    start, stop = _inside(asked, layer.start, layer.stop, where)
+    start, stop = _inside(asked, first, end, where)
     query = _query(asked, k, start, stop, where)
     rope = k.rope if layer.k_state == "pre" else None
     if k.rope is not None and asked.k_state == "pre" and layer.k_state == "post":
@@ -268,15 +263,38 @@ def _attend_rows(asked: _Asked, layer: RowLayer, n_threads: int | None) -> F32:
     turn = rope if asked.k_state == "post" else None
     k_scheme, v_scheme = layer.scheme("k"), layer.scheme("v")
     if query.start < query.stop:
-        for first, _, k_rows, v_rows in layer.pieces(query.start, query.stop):
+        threads = n_threads or available_cpus()
+        for at, _, k_rows, v_rows in layer.pieces(query.start, query.stop, threads):
             attention.add(
                 Rows(k_rows.reshape(-1), k_scheme),
                 Rows(v_rows.reshape(-1), v_scheme),
-                first,
+                at,
                 rope=turn,
-                n_threads=n_threads,
+                n_threads=threads,
             )
-    return query.finish(attention, where)
+    try:
+        return query.finish(attention, where)
+    except InvalidArgument:
+        for at, end, *both in layer.pieces(query.start, query.stop):
+            for kind, rows in zip(KINDS, both, strict=True):
+                if not np.isfinite(dequantise(rows, layer.scheme(kind))).all():
+                    raise Corrupt(
+                        f"{where}: {kind} rows [{at}, {end}): a value is no number"
+                    ) from None
+        raise
+
+
+def _row_layer(source: object, layer: int | None) -> tuple[RowLayer, int, int]:
+    """Return a layer, its first position and one past the last."""
+    if hasattr(source, "pieces") and hasattr(source, "scheme"):
+        if layer is not None:
+            raise InvalidArgument(f"attend: layer {layer!r} of a layer; leave it out")
+        rows: RowLayer = source  # type: ignore[assignment]
+        return rows, rows.start, rows.stop
+    if hasattr(source, "layer"):
+        session: RowSession = source  # type: ignore[assignment]
+        return session.layer(_layer_number(layer)), session.start, session.stop
+    raise InvalidArgument(f"attend: source {source!r}: expected a session, or a flat layer")
 
 
 def _inside(asked: _Asked, first: int, end: int, where: str) -> tuple[int, int]:
@@ -310,138 +328,15 @@ def _attend_session(asked: _Asked, session: Session, layer: int, n_threads: int 
         order = None if k.rope is None else k.rope.channel_order(k.head_dim)
         attention = query.begin(v.head_dim, order)
         if query.start < query.stop:
-            walk = _Walk(reader, snapshot, record, layer, rope, n_threads)
+            walk = Walk(reader, snapshot, record, layer, rope, n_threads or available_cpus())
             walk.run(attention, query.start, query.stop)
-        out = query.finish(attention, where)
+        try:
+            out = query.finish(attention, where)
+        except InvalidArgument:
+            # Rows go to the kernel unseen: those that are no numbers are named here.
+            for kind in KINDS:
+                for piece in pieces(record, layer, kind, query.start, query.stop):
+                    reader.decode(snapshot, piece, layer, kind)
+            raise
     session._archive._room.note_use(session._id)
     return out
-
-
-class _Part(NamedTuple):
-    """Successive tokens of K or V: floats, or rows as they are stored."""
-
-    start: int
-    stop: int
-    values: F32
-    rows: memoryview = memoryview(b"")
-    params: GGMLParams | None = None
-
-    def cut(self, start: int, stop: int) -> Operand:
-        """Return some of the tokens as the kernel takes them."""
-        lo, hi = start - self.start, stop - self.start
-        if self.params is None:
-            return self.values[:, lo:hi]
-        n_bytes = self.params.row_bytes
-        return Rows(self.rows[lo * n_bytes : hi * n_bytes], self.params.scheme)
-
-
-class _Walk:
-    """Windows of one layer, one after the other, into an attention."""
-
-    def __init__(
-        self,
-        reader: Reader,
-        snapshot: Snapshot,
-        record: SessionRecord,
-        layer: int,
-        rope: Rope | None,
-        n_threads: int | None,
-    ) -> None:
-        self._reader, self._snapshot, self._record = reader, snapshot, record
-        self._layer, self._rope, self._n_threads = layer, rope, n_threads
-        self._k_state: KState = "pre" if rope is None else "post"
-        self._scratch: dict[Kind, F32] = {}
-        states = [record.streams[layer, kind] for kind in KINDS]
-        self._base = states[0].start
-        block = max(state.block_tokens for state in states)
-        self._window = block * -(-_WINDOW_TOKENS // block)
-
-    def run(self, attention: Attention, start: int, stop: int) -> None:
-        passing = Passing(self._snapshot)
-        borders = self._borders(start, stop)
-        while some := list(islice(borders, _AT_A_TIME)):
-            todo = [
-                (Request(self._layer, kind, *border, _NO_OUTPUT), piece)
-                for border in some
-                for kind in KINDS
-                for piece in pieces(self._record, self._layer, kind, *border)
-            ]
-            waiting: list[Work] = []
-            left = list(some)
-            n_threads = self._n_threads or available_cpus()
-            for works in self._reader.open_all(self._snapshot, todo, self._k_state, n_threads):
-                waiting += works
-                while left and _is_whole(waiting, left[0]):
-                    ready = [w for w in waiting if w.request.start == left[0][0]]
-                    waiting = waiting[len(ready) :]
-                    self._see(attention, *left.pop(0), ready)
-                    for work in ready:
-                        passing.add(work.payload)
-            self._reader.note_read(len(todo))
-        passing.release()
-
-    def _borders(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        at = start
-        while at < stop:
-            end = self._base + ((at - self._base) // self._window + 1) * self._window
-            yield at, min(end, stop)
-            at = end
-
-    def _see(self, attention: Attention, start: int, stop: int, works: list[Work]) -> None:
-        """Attend to tokens ``[start, stop)``."""
-        parts = {
-            kind: self._parts(kind, start, stop, [w for w in works if w.request.kind == kind])
-            for kind in KINDS
-        }
-        at = start
-        while at < stop:
-            k, v = (next(part for part in parts[kind] if part.stop > at) for kind in KINDS)
-            end = min(k.stop, v.stop)
-            attention.add(
-                k.cut(at, end),
-                v.cut(at, end),
-                at,
-                rope=None if k.params is None else self._rope,
-                n_threads=self._n_threads,
-            )
-            at = end
-
-    def _parts(self, kind: Kind, start: int, stop: int, works: list[Work]) -> list[_Part]:
-        if all(work.coding.codec is GGML_CODEC for work in works):
-            return [_rows(work) for work in works]
-        spec = self._reader.model.stream(self._layer, kind)
-        if kind not in self._scratch:
-            shape = (spec.heads, self._window, spec.head_dim)
-            self._scratch[kind] = np.empty(shape, np.float32)
-        out = self._scratch[kind][:, : stop - start]
-        plan, tables = Plan(), Tables()
-        for work in works:
-            request = replace(work.request, out=out)
-            self._reader.schedule(plan, work._replace(request=request), tables, 0)
-        plan.run(self._n_threads)
-        return [_Part(start, stop, out)]
-
-
-_NO_OUTPUT: Final[npt.NDArray[Any]] = np.empty(0, np.float32)
-
-
-def _is_whole(works: list[Work], border: tuple[int, int]) -> bool:
-    """Whether the frames at the front cover a window: those of V come last."""
-    return any(
-        w.request.start == border[0] and w.request.kind == "v" and w.piece.stop == border[1]
-        for w in works
-    )
-
-
-def _rows(work: Work) -> _Part:
-    """Return the rows of a frame that are asked for, as they lie in it."""
-    piece: Piece = work.piece
-    params: GGMLParams = work.coding.params
-    row_bytes = params.row_bytes
-    size, expected = work.payload.nbytes, work.n_tokens * row_bytes
-    if size != expected:
-        kind = Truncated if size < expected else Corrupt
-        raise kind(f"{work.where}: {size} bytes of rows, expected {expected}")
-    lo, hi = piece.start - piece.first_token, piece.stop - piece.first_token
-    rows = work.payload[lo * row_bytes : hi * row_bytes]
-    return _Part(piece.start, piece.stop, _NO_OUTPUT, rows, params)

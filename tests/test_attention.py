@@ -1,16 +1,22 @@
 """`attend` against attention in float64 over what `read` returns."""
 
+import os
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from kvcodecs.attention import SIMD_LEVELS, Attention, Rows
-from kvcodecs.ggml import SCHEMES, dequantise, quantise, scheme_by_name
-from kvcodecs.rope import from_coded
-from kvcodecs.spec import StreamSpec, float_dtype
+from kvcodecs.frame import open_frame, pack_frame
+from kvcodecs.ggml import SCHEMES, dequantise
+from kvcodecs.spec import float_dtype
 from kvtools.sample import load_sample
 
 import kvstore
-from kvstore import GGML, KVR1, TKV1, LayerSpec, Model, Raw, Rope, attend, keys
+from kvstore import GGML, KVR1, TKV1, LayerSpec, Model, Raw, Rope, attend, flat, keys
 from kvstore.backends import memory
+from kvstore.flat import FlatLayer
 
 PATH = "memory:attention"
 CODECS = {
@@ -264,6 +270,160 @@ def test_damaged_blocks_are_found(archive, sample, codec):
     attend(q, session, 1)
 
 
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_any_shape(data):
+    draw = data.draw
+    counts = st.integers(1, 4)
+    heads, group, n_queries, n = draw(counts), draw(counts), draw(counts), draw(st.integers(0, 90))
+    dims = st.sampled_from([32, 64, 96])
+    dim, dim_v, block, extra = draw(dims), draw(dims), draw(st.integers(1, 40)), draw(counts)
+    rope = draw(st.sampled_from([None, Rope.from_theta(1e4, 32), Rope.from_theta(1e6, 16)]))
+    codecs = st.sampled_from([Raw(), KVR1(step=0.1), TKV1(step=0.1), GGML("q8_0"), GGML("f16")])
+    model = Model(name="m", layers=[LayerSpec(heads, dim, dim_v)], rope=rope)
+    rng = np.random.default_rng(n)
+    k, v = (rng.standard_normal((heads, n + extra, d)).astype(np.float32) for d in (dim, dim_v))
+    memory.discard("shapes")
+    with kvstore.open("memory:shapes", "a") as archive:
+        codec = {"k": draw(codecs), "v": draw(codecs)}
+        session = archive.create_session(
+            "s", model=model, codec=codec, block_tokens=block, fit_tokens=draw(st.integers(1, 60))
+        )
+        session.append([k[:, :n]], [v[:, :n]])
+        session.commit()
+        start = draw(st.integers(0, n))
+        q = rng.standard_normal((heads * group, n_queries, dim)).astype(np.float32)
+        options = {
+            "start": draw(st.none() | st.just(start)),
+            "stop": draw(st.none() | st.integers(start, n)),
+            "causal": draw(st.booleans()),
+            "window": draw(st.none() | st.integers(1, 100)),
+            "first_query": draw(st.integers(0, n + 3)),
+            "k_state": draw(st.sampled_from(["pre", "post"])),
+            "scale": draw(st.none() | st.floats(-2, 2)),
+        }
+        check(session, q, **options)
+        session.append([k[:, n:]], [v[:, n:]])
+        session.commit()
+        check(session, q, **options | {"start": None, "stop": None})
+
+
+def test_what_a_writer_does_meanwhile_is_not_seen(tmp_path, sample, monkeypatch):
+    path, q = str(tmp_path / "a.kv"), queries(sample, 0, 2)
+    for action in ("append", "truncate", "delete", "trim"):
+        with kvstore.open(path, "a") as archive, kvstore.open(path) as other:
+            session = session_of(archive, sample, GGML("q8_0"), 300, name=action)
+            seen = other.session(action)
+            before = attend(q, seen, 0, n_threads=1)
+
+            def change(session=session, action=action, archive=archive):
+                if action == "append":
+                    session.append([x[:, 300:] for x in sample.k], [x[:, 300:] for x in sample.v])
+                    session.commit()
+                elif action == "truncate":
+                    session.truncate(10)
+                elif action == "trim":
+                    session.trim_front(290)
+                else:
+                    archive.delete_session("delete")
+
+            between_pieces(monkeypatch, change)
+            np.testing.assert_array_equal(attend(q, seen, 0, n_threads=1), before)
+            if action == "delete":
+                with pytest.raises(kvstore.NotFound):
+                    attend(q, seen, 0)
+            else:
+                check(seen, q)
+
+
+def test_threads_attend_while_another_appends(archive, sample):
+    session = session_of(archive, sample, GGML("q8_0"), 100)
+    q = queries(sample, 0, 1)
+    wrong = []
+
+    def look():
+        while session.n_committed < 500 and not wrong:
+            n = session.n_committed
+            found = attend(q, session, 0, stop=n)
+            values = (session.read(0, x, 0, n, "post", "float32") for x in ("k", "v"))
+            if np.abs(found - reference(q, *values, start=0)).max() > 2e-5:
+                wrong.append(n)
+
+    with ThreadPoolExecutor(3) as pool:
+        looks = [pool.submit(look) for _ in range(3)]
+        for lo in range(100, 500, 40):
+            session.append(
+                [x[:, lo : lo + 40] for x in sample.k], [x[:, lo : lo + 40] for x in sample.v]
+            )
+            session.commit()
+        for future in looks:
+            future.result()
+    assert not wrong
+
+
+def test_forked_children_attend(tmp_path, sample):
+    path, q = str(tmp_path / "a.kv"), queries(sample, 0, 2)
+    with kvstore.open(path, "a") as archive, flat.anonymous(sample.model) as rows:
+        session = session_of(archive, sample, GGML("q8_0"), 300)
+        rows.append(sample.k, sample.v)
+        before = [attend(q, source, 0, n_threads=1) for source in (session, rows)]
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                with pytest.raises(kvstore.Closed, match="before a fork"):
+                    attend(q, session, 0)
+                with kvstore.open(path) as again:
+                    sources = again.session("s"), rows
+                    found = [attend(q, source, 0, n_threads=1) for source in sources]
+                    status = int(not np.array_equal(found, before))
+            finally:
+                os._exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    for source in (session, rows):
+        with pytest.raises(kvstore.Closed):
+            attend(q, source, 0)
+
+
+def test_values_that_are_no_numbers_are_named(archive, sample):
+    # Their checksums are right: only who decodes them can tell.
+    session = session_of(archive, sample, GGML("q8_0"), 300)
+    q = queries(sample, 0, 2)
+    with archive._read() as snapshot:
+        owner = archive._catalog.id(snapshot, "s")
+    items, key = memory._stores["attention"].version.items, keys.frame_key(owner, 0, "k", 1)
+    header, payload = open_frame(items[key])
+    rows = bytearray(payload)
+    rows[:2] = b"\x00\x7c"
+    items[key] = pack_frame(
+        codec=header.codec, kind=header.kind, owner=header.owner, layer=header.layer,
+        first_token=header.first_token, n_tokens=header.n_tokens, payload=rows,
+        header_tag=header.header_tag, error=header.error,
+    )  # fmt: skip
+    with pytest.raises(kvstore.Corrupt, match="layer 0 k block 1"):
+        attend(q, session, 0)
+    check(session, q, stop=128)
+    with FlatLayer.anonymous(heads=3, head_dim=64) as layer:
+        row = np.zeros((1, layer.bytes_per_row // 2), np.uint8)
+        layer.append_rows({"k": row, "v": row})
+        assert not attend(q, layer).any()
+        wrong = row.copy()
+        wrong[0, :2] = (0, 0x7C)
+        layer.append_rows({"k": row, "v": wrong})
+        with pytest.raises(kvstore.Corrupt, match=r"v rows \[0, 2\)"):
+            attend(q, layer)
+
+
+def test_queries_of_any_memory_layout(archive, sample):
+    session = session_of(archive, sample, GGML("q8_0"), 200)
+    q = queries(sample, 0, 4)
+    expected = attend(q, session, 0, n_threads=1)
+    many = np.zeros((9, 8, 128), np.float32)
+    many[:, ::-2, ::2] = q
+    for same in (np.asfortranarray(q), many[:, ::-2, ::2], q.astype(">f4")):
+        np.testing.assert_array_equal(attend(same, session, 0, n_threads=1), expected)
+
+
 def test_arguments_are_checked(archive, sample):
     session = session_of(archive, sample, GGML("q8_0"), 200)
     q = queries(sample, 0, 2)
@@ -278,6 +438,7 @@ def test_arguments_are_checked(archive, sample):
             attend(wrong, session, 0)
     for options in (
         {"scale": np.nan}, {"scale": np.inf}, {"scale": "1"}, {"scale": 1e39}, {"window": 0},
+        {"scale": 10**400}, {"scale": np.complex64(1)}, {"scale": True}, {"window": True},
         {"window": 2.5}, {"first_query": -1}, {"first_query": 0.5}, {"start": 5, "stop": 4},
         {"stop": 201}, {"start": -1}, {"k_state": "both"}, {"n_threads": 0}, {"layer": 2},
         {"layer": None}, {"first_query": 1 << 70, "causal": True},
@@ -292,90 +453,159 @@ def test_arguments_are_checked(archive, sample):
         attend(q, session, 0)
 
 
-class FakeLayer:
-    """Rows in memory, as a layer of a flat archive has them."""
-
-    def __init__(self, k, v, k_scheme, v_scheme, rope=None, k_state="pre", start=0, step=100):
-        self.k_state, self.start, self.stop = k_state, start, start + k.shape[1]
-        self._specs = {
-            "k": StreamSpec("k", k.shape[0], k.shape[2], rope),
-            "v": StreamSpec("v", v.shape[0], v.shape[2]),
-        }
-        self._schemes = {"k": scheme_by_name(k_scheme), "v": scheme_by_name(v_scheme)}
-        self._step = step
-        rows = {"k": k, "v": v}
-        self.rows = {
-            kind: quantise(
-                np.ascontiguousarray(x.transpose(1, 0, 2)).reshape(
-                    x.shape[1], x.shape[0] * x.shape[2]
-                ),
-                scheme,
-            )
-            for (kind, x), scheme in zip(rows.items(), self._schemes.values(), strict=True)
-        }
-
-    def spec(self, kind):
-        return self._specs[kind]
-
-    def scheme(self, kind):
-        return self._schemes[kind]
-
-    def values(self, kind):
-        spec = self._specs[kind]
-        flat = dequantise(self.rows[kind], self._schemes[kind])
-        return flat.reshape(-1, spec.heads, spec.head_dim).transpose(1, 0, 2)
-
-    def pieces(self, start, stop):
-        for at in range(start, stop, self._step):
-            lo, hi = at - self.start, min(at + self._step, stop) - self.start
-            yield at, hi + self.start, self.rows["k"][lo:hi], self.rows["v"][lo:hi]
-
-
-class FakeSession:
-    def __init__(self, *layers):
-        self._layers = layers
-
-    def layer(self, layer):
-        return self._layers[layer]
-
-
 @pytest.mark.parametrize("k_state", ["pre", "post"])
-def test_layers_of_rows(sample, k_state):
-    rope = sample.model.rope
-    layer = FakeLayer(
-        sample.k[0].astype(np.float32),
-        sample.v[0].astype(np.float32),
-        "q8_0",
-        "f16",
-        rope,
-        k_state,
-        50,
-    )
-    k, v = layer.values("k"), layer.values("v")
-    if k_state == "pre":
-        k = from_coded(k, layer.spec("k"), "post", 50)
-    q = queries(sample, 0, 4)
-    for options in ({}, {"causal": True}, {"window": 60, "first_query": 400}):
-        expected = reference(q, k, v, start=50, **options)
-        for found in (
-            attend(q, layer, **options),
-            attend(q, FakeSession(None, layer), 1, n_threads=2, **options),
+@pytest.mark.parametrize("ring", [False, True])
+def test_flat_layers(sample, k_state, ring):
+    k, v = sample.k[0], sample.v[0]
+    options = {"capacity": 64, "max_rows": 300 if ring else None, "store_k": k_state}
+    with FlatLayer.anonymous(
+        heads=3, head_dim=64, scheme={"k": "q8_0", "v": "f16"}, rope=sample.model.rope, **options
+    ) as layer:
+        q = queries(sample, 0, 4)
+        np.testing.assert_array_equal(attend(q, layer), np.zeros(q.shape))
+        layer.append(k[:, :250], v[:, :250], start=50)
+        layer.drop_front(130)
+        layer.append(k[:, 250:400], v[:, 250:400])
+        for start, stop in (
+            (None, None),
+            (180, 450),
+            (181, 450),
+            (200, 201),
+            (300, 440),
+            (250, 250),
         ):
-            np.testing.assert_allclose(found, expected, atol=2e-5)
-    found = attend(q, layer, start=60, stop=61)
-    np.testing.assert_allclose(found, reference(q, k[:, 10:11], v[:, 10:11], start=60), atol=2e-5)
-    for start, stop in ((49, 60), (60, 59), (0, 5), (60, 50 + 646)):
+            lo, hi = start or 180, stop or 450
+            k_rows, v_rows = layer.read_rows(lo, hi, k_state="post")
+            for options in (
+                {},
+                {"causal": True},
+                {"window": 60, "first_query": 400},
+                {"scale": -2},
+            ):
+                expected = reference(q, k_rows, v_rows, start=lo, **options)
+                for n_threads in (1, 2):
+                    found = attend(q, layer, start=start, stop=stop, n_threads=n_threads, **options)
+                    np.testing.assert_allclose(found, expected, atol=2e-5)
+        for start, stop in ((179, 260), (260, 259), (0, 5), (260, 451)):
+            with pytest.raises(kvstore.InvalidArgument, match="the layer has"):
+                attend(q, layer, start=start, stop=stop)
+        with pytest.raises(kvstore.InvalidArgument, match="leave it out"):
+            attend(q, layer, 0)
+        if k_state == "post":
+            with pytest.raises(kvstore.InvalidArgument, match="after RoPE"):
+                attend(q, layer, k_state="pre")
+        else:
+            plain = layer.read_rows(180, 450, k_state="pre")
+            found = attend(q, layer, k_state="pre")
+            np.testing.assert_allclose(found, reference(q, *plain, start=180), atol=2e-5)
+
+
+def test_flat_sessions(sample):
+    with flat.anonymous(sample.model, scheme={"k": "q8_0", "v": "q5_1"}) as session:
+        session.append([x[:, :300] for x in sample.k], [x[:, :300] for x in sample.v])
+        q = queries(sample, 1, 3)
+        for layer in (0, 1):
+            k = session.read(layer, "k", k_state="post", dtype="float32")
+            v = session.read(layer, "v", dtype="float32")
+            expected = reference(q, k, v, start=0, causal=True)
+            np.testing.assert_allclose(attend(q, session, layer, causal=True), expected, atol=2e-5)
+        # A layer has more while a commit or a drop is on its way: the session has what all have.
+        session.layer(1).append(sample.k[1][:, 300:310], sample.v[1][:, 300:310])
+        found = attend(q, session, 1, causal=True, n_threads=1)
+        assert session.stop == 300
+        np.testing.assert_allclose(found, expected, atol=2e-5)
+        session.layer(0).drop_front(100)
+        found = attend(q, session, 1)
+        np.testing.assert_allclose(
+            found, reference(q, k[:, 100:], v[:, 100:], start=100), atol=2e-5
+        )
+        with pytest.raises(kvstore.InvalidArgument, match="which layer"):
+            attend(q, session)
         with pytest.raises(kvstore.InvalidArgument, match="the layer has"):
-            attend(q, layer, start=start, stop=stop)
-    with pytest.raises(kvstore.InvalidArgument):
-        attend(q, layer, 0)
-    with pytest.raises(kvstore.InvalidArgument):
-        attend(q, FakeSession(layer))
-    if k_state == "post":
-        with pytest.raises(kvstore.InvalidArgument, match="after RoPE"):
-            attend(q, layer, k_state="pre")
-    empty = FakeLayer(k[:, :0], v[:, :0], "q8_0", "f16")
-    np.testing.assert_array_equal(attend(q, empty), np.zeros(q.shape))
+            attend(q, session, 1, stop=301)
+
+
+@pytest.mark.parametrize("how", ["dropped", "taken back"])
+@pytest.mark.parametrize("pread", [False, True])
+def test_rows_that_are_written_over_meanwhile(tmp_path, sample, monkeypatch, how, pread):
+    path, rope = tmp_path / "layer", sample.model.rope
+    k, v = sample.k[0], sample.v[0]
+    with FlatLayer.create(path, heads=3, head_dim=64, rope=rope, max_rows=100) as writer:
+        writer.append(k[:, :100], v[:, :100])
+        writer.commit()
+
+        def write_over():
+            if how == "dropped":
+                writer.drop_front(90)
+            else:
+                writer.take_back(10)
+            writer.append(k[:, 200:280], v[:, 200:280])
+            writer.commit()
+
+        with FlatLayer.open(path, pread=pread) as layer:
+            between_pieces(monkeypatch, write_over)
+            with pytest.raises(kvstore.NotFound, match=r"while they were read|dropped"):
+                attend(queries(sample, 0, 1), layer)
+            assert attend(queries(sample, 0, 1), layer).any()
+
+
+def between_pieces(monkeypatch, action):
+    """Do something once, before the first piece of an attention is added."""
+    add, waiting = Attention.add, [action]
+
+    def add_after(self, *args, **options):
+        while waiting:
+            waiting.pop()()
+        return add(self, *args, **options)
+
+    monkeypatch.setattr(Attention, "add", add_after)
+
+
+def wide(sample, n=300):
+    """K and V of one layer with four heads: rows of 256 channels, whole blocks of every scheme."""
+    model = Model.uniform(
+        name="wide", n_layers=1, n_kv_heads=4, head_dim=64, rope=sample.model.rope
+    )
+    return model, *(np.concatenate([x[0], x[1][:1]])[:, :n] for x in (sample.k, sample.v))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.name)
+def test_every_scheme_in_sessions(archive, sample, scheme):
+    model, k, v = wide(sample)
+    other = SCHEMES[(SCHEMES.index(scheme) + 5) % len(SCHEMES)]
+    codec = {"k": GGML(scheme.name), "v": GGML(other.name)}
+    session = archive.create_session("s", model=model, codec=codec, block_tokens=48)
+    session.append([k[:, :201]], [v[:, :201]])
+    session.commit()
+    taken = archive.create_session("t", model=model, codec=codec, block_tokens=48)
+    taken.append([k[:, :30]], [v[:, :30]])
+    taken.append_range(session, 48, 150)
+    session.append([k[:, 201:]], [v[:, 201:]])
+    session.commit()
+    fork = session.fork("f", 111)
+    q = np.repeat(k[:, [7, 250]].astype(np.float32), 2, axis=0)
+    check(session, q, causal=True)
+    check(session, q, window=100, start=20, stop=201, k_state="pre")
+    check(taken, q, first_query=60, window=50)
+    check(fork, q[:, :1])
+    with flat.anonymous(model, scheme={"k": scheme.name, "v": other.name}) as rows:
+        rows.append([k], [v])
+        k_rows, v_rows = rows.layer(0).read_rows(0, 300, k_state="post")
+        found = attend(q, rows, 0, causal=True)
+        np.testing.assert_allclose(
+            found, reference(q, k_rows, v_rows, start=0, causal=True), atol=2e-5
+        )
+
+
+@pytest.mark.parametrize("backend", ["", "zarr:"])
+@pytest.mark.parametrize("codec", ["kvr1", "q8_0"])
+def test_every_backend(tmp_path, sample, codec, backend):
+    with kvstore.open(f"{backend}{tmp_path / 'a'}", "a") as archive:
+        session = session_of(archive, sample, CODECS[codec], 300)
+        check(session, queries(sample, 0, 3), causal=True)
+        check(session.fork("f", 140), queries(sample, 1, 1), 1)
+        session.trim_front(130)
+        check(session, queries(sample, 1, 1), 1, window=100)
 
 
 @pytest.mark.parametrize("simd", SIMD_LEVELS)

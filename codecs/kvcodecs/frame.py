@@ -56,6 +56,11 @@ def extend_crc32c(crc: int, data: BytesLike) -> int:
     return _core.crc32c(crc, data)
 
 
+def crc32c_each(parts: Sequence[BytesLike], n_threads: int) -> npt.NDArray[np.uint32]:
+    """Return the CRC-32C of each part, without the GIL where there is much to do."""
+    return _core.frame_checksums(parts, 0, 0, n_threads)
+
+
 def header_tag(stream_header: BytesLike) -> int:
     """Return the 64-bit tag that ties a frame to its stream header; never 0.
 

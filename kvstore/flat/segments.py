@@ -101,10 +101,12 @@ class Segments:
             self._file.write(at, rows[done : done + run.n_rows])
             done += run.n_rows
 
-    def checksum(self, kind: Kind, block: int) -> int:
-        """Return the stored checksum of a whole block."""
-        number, at = self._checksum_at(kind, block)
-        return int.from_bytes(self._bytes(number, at, 4).tobytes(), "little")
+    def checksums(self, kind: Kind, run: Run) -> list[int]:
+        """Return the stored checksums of the whole blocks of a run that begins with a block."""
+        size = self._header.block_rows
+        at = self._segments[run.segment].areas[kind][1] + run.slot // size * 4
+        found = self._bytes(run.segment, at, run.n_rows // size * 4)
+        return [int(crc) for crc in found.view("<u4")]
 
     def write_checksum(self, kind: Kind, block: int, crc: int) -> None:
         """Store the checksum of a block that is whole now."""

@@ -10,7 +10,7 @@ from typing import Any, Final, Self, TypeVar
 import numpy as np
 import numpy.typing as npt
 from kvcodecs.errors import Corrupt, InvalidArgument, KvError, NotFound
-from kvcodecs.frame import extend_crc32c
+from kvcodecs.frame import crc32c_each, extend_crc32c
 from kvcodecs.ggml.schemes import Scheme
 from kvcodecs.spec import KINDS, Kind, KState, StreamSpec
 
@@ -164,21 +164,35 @@ class StoredLayer:
                 self._check_range(after, place, place + 1)
         return found["k"], found.get("v")
 
-    def pieces(self, start: int, stop: int) -> Iterator[tuple[int, int, Bytes, Bytes]]:
-        """Yield ``(start, stop, k_rows, v_rows)`` of successive rows, checked, as stored."""
+    def pieces(
+        self, start: int, stop: int, n_threads: int = 1
+    ) -> Iterator[tuple[int, int, Bytes, Bytes]]:
+        """Yield ``(start, stop, k_rows, v_rows)`` of successive rows, checked, as stored.
+
+        Raises
+        ------
+        NotFound
+            Rows that were dropped or taken back, also those yielded last, when going on.
+        """
         self.header.spec("v")
         while start < stop:
 
-            def read(state: State, lo: int, hi: int) -> tuple[int, Bytes, Bytes]:
+            def read(state: State, lo: int, hi: int) -> tuple[State, int, Bytes, Bytes]:
                 run = next(self._segments.runs(lo, hi))
                 for kind in ("k", "v"):
-                    self._check_blocks(kind, state, lo, lo + run.n_rows)
-                return run.n_rows, self._segments.rows("k", run), self._segments.rows("v", run)
+                    self._check_blocks(kind, state, lo, lo + run.n_rows, n_threads)
+                k, v = (self._segments.rows(kind, run) for kind in ("k", "v"))
+                return state, run.n_rows, k, v
 
             size = self.header.block_rows
             end = min(stop, start + max(_PIECE_ROWS // size, 1) * size)
-            n, k, v = self._consistent(start, end, read)
+            state, n, k, v = self._consistent(start, end, read)
             yield start, start + n, k, v
+            if not self._still_there(state, self._now(), start):
+                raise NotFound(
+                    f"{self._file.where}: rows [{start}, {start + n}) were dropped or taken back "
+                    "while they were read; read again"
+                )
             start += n
 
     def stored_rows(self, kind: Kind, start: int, stop: int) -> Bytes:
@@ -324,29 +338,38 @@ class StoredLayer:
                     found = read(state, start - state.origin, stop - state.origin)
                 except Corrupt as error:
                     damage = error
-                after = self._now()
-                same = after.epoch == state.epoch and after.origin == state.origin
-                if same and self._block_start(after) <= max(self._block_start(state), start):
+                if self._still_there(state, self._now(), start):
                     if damage is not None:
                         raise damage
                     return found
                 # What was read may have been written over meanwhile.
 
-    def _check_blocks(self, kind: Kind, state: State, lo: int, hi: int) -> None:
+    def _still_there(self, before: State, after: State, start: int) -> bool:
+        """Whether nobody may have written over rows from `start` on that there were before."""
+        same = after.epoch == before.epoch and after.origin == before.origin
+        return same and self._block_start(after) <= max(self._block_start(before), start)
+
+    def _check_blocks(self, kind: Kind, state: State, lo: int, hi: int, n_threads: int = 1) -> None:
         """Check the blocks that the rows with indices ``[lo, hi)`` touch."""
         size, end = self.header.block_rows, state.end - state.origin
-        for first in range(lo // size * size, hi, size):
-            stop = min(first + size, end)
-            whole = stop == first + size
-            crc = 0
-            for run in self._segments.runs(first, stop):
-                crc = extended(crc, self._segments.rows(kind, run))
-            stored = self._segments.checksum(kind, first // size) if whole else state.crc(kind)
-            if crc != stored:
-                raise Corrupt(
-                    f"{self._file.where}: {kind} rows [{state.origin + first}, "
-                    f"{state.origin + stop}): wrong checksum; restore a copy"
-                )
+        first = lo // size * size
+        # Segments are whole blocks: none is in two runs.
+        for run in self._segments.runs(first, min(-(-hi // size) * size, end)):
+            rows, n_whole = self._segments.rows(kind, run), run.n_rows // size
+            blocks = rows[: n_whole * size].reshape(n_whole, size * rows.shape[1])
+            found = crc32c_each(list(blocks), n_threads).tolist()
+            stored = self._segments.checksums(kind, run)
+            if n_whole * size < run.n_rows:
+                found.append(extended(0, rows[n_whole * size :]))
+                stored.append(state.crc(kind))
+            for one, other in zip(found, stored, strict=True):
+                stop = min(first + size, end)
+                if one != other:
+                    raise Corrupt(
+                        f"{self._file.where}: {kind} rows [{state.origin + first}, "
+                        f"{state.origin + stop}): wrong checksum; restore a copy"
+                    )
+                first = stop
 
     def _advise(self, start: int, stop: int, what: str) -> None:
         with self._lock:
