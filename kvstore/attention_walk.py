@@ -12,7 +12,6 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 from kvcodecs.attention import Attention, Operand, Rows
-from kvcodecs.errors import Corrupt, Truncated
 from kvcodecs.ggml.codec import CODEC as GGML_CODEC
 from kvcodecs.ggml.codec import GGMLParams
 from kvcodecs.plan import Plan
@@ -23,6 +22,7 @@ from .backend import Snapshot
 from .passing import Passing
 from .pieces import Piece, pieces
 from .reader import Reader, Request, Tables, Work
+from .records import located
 from .session_record import SessionRecord
 
 # Tokens that are decoded together, at least: small frames are seen some at a time.
@@ -159,10 +159,8 @@ def _rows(work: Work) -> _Part:
     piece: Piece = work.piece
     params: GGMLParams = work.coding.params
     row_bytes = params.row_bytes
-    size, expected = work.payload.nbytes, work.n_tokens * row_bytes
-    if size != expected:
-        kind = Truncated if size < expected else Corrupt
-        raise kind(f"{work.where}: {size} bytes of rows, expected {expected}")
+    with located(work.where):
+        params.check_size(work.payload.nbytes, work.n_tokens)
     lo, hi = piece.start - piece.first_token, piece.stop - piece.first_token
     rows = work.payload[lo * row_bytes : hi * row_bytes]
     return _Part(piece.start, piece.stop, _NO_OUTPUT, rows, params)

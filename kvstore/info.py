@@ -27,7 +27,7 @@ from .reader import Reader
 from .session_record import SessionRecord
 from .sharing import user_keys
 from .spans import head_of, header_of, id_spans
-from .stored_frame import announced, first_value, share_of_error
+from .stored_frame import announced, first_value
 from .token_ids import CHUNK_TOKENS
 from .users import is_prefix
 
@@ -311,7 +311,7 @@ def _stream_info(
         if value is not None:
             passing.add(value)
         if not (piece.raw and owner is not None):  # blocks hold the head's tokens as well
-            error = error.merge(share_of_error(head, piece.n_tokens))
+            error = error.merge(head.error.share(piece.n_tokens, head.n_tokens))
         n_frames += 1
         key_bytes += len(piece.keys[0])
         frame_bytes += HEADER_BYTES + head.payload_bytes

@@ -36,7 +36,7 @@ from .passing import Passing
 from .pieces import Piece, pieces
 from .records import HEADER_MAGIC, located
 from .session_record import SessionRecord, StreamName
-from .stored_frame import first_value, share_of_error
+from .stored_frame import first_value
 
 # Payloads and RoPE tables that are at hand at a time: mapped pages count as memory once touched.
 _BATCH_BYTES: Final = 16 << 20
@@ -325,7 +325,7 @@ class Reader:
         if n_tokens == piece.n_tokens:
             return Decoded(coded, header.error, dtype, payload)
         coded = coded[:, : piece.n_tokens]
-        return Decoded(coded, share_of_error(header, piece.n_tokens), dtype, payload)
+        return Decoded(coded, header.error.share(piece.n_tokens, n_tokens), dtype, payload)
 
     def note_read(self, n_frames: int) -> None:
         """Count frames that were decoded."""

@@ -2,7 +2,8 @@
 
 K is stored before RoPE, so a token's frame is the same wherever it goes: where the blocks of both
 sessions lie alike, whole blocks are shared as a fork shares them, and reading turns K for the new
-positions. The rest is decoded and coded again. FORMAT.md section 4.3.
+positions. Of the rest, rows that stand alone are copied where both streams code alike, and what is
+left is decoded and coded again. FORMAT.md section 4.3.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from kvcodecs.codec import CodedRows
 from kvcodecs.errors import InvalidArgument, NotFound
 
 from . import keys
@@ -21,9 +23,10 @@ from .lineage import parts_until
 from .mismatch import check_identity
 from .pieces import pieces
 from .prefix_upkeep import add_entries
-from .session_record import Part, SessionRecord, StreamState
+from .session_record import Part, SessionRecord, StreamName, StreamState
 from .sharing import claims_of, put_record
 from .spans import head_of, header_of, id_parts_until
+from .stream import StoredRows
 from .token_ids import CHUNK_TOKENS, pack_ids, read_ids
 from .users import is_prefix
 from .writer import PASS_TOKENS, SessionWriter
@@ -44,7 +47,8 @@ class AppendedRange:
         How many of them, the first, share the source's frames: their values are the source's.
     max_error
         Largest difference between a value of the source and the one now stored for it, in the
-        coded domain, measured; 0.0 if all are shared. The source's own error comes on top.
+        coded domain, measured; 0.0 if all are shared or copied. The source's own error comes on
+        top.
     """
 
     n_tokens: int
@@ -61,7 +65,7 @@ def append_range(session: Session, source: Session, start: int, stop: int) -> Ap
     Blocks are shared from the first token on if both sessions have the same codec and, in every
     stream, the same block size, and the range and its new place begin where a block does, after
     the source's raw head. Whatever is left, to a fraction of the largest block or all, is decoded
-    and coded again.
+    and coded again, except with the same `ggml` scheme: its rows are copied, wherever they lie.
 
     Parameters
     ----------
@@ -271,10 +275,33 @@ def _ids(
 
 
 def _copy(writer: SessionWriter, source: Session, start: int, stop: int) -> None:
-    """Append decoded tokens of the source."""
+    """Append tokens of the source: their rows where the codec has such, else their values."""
     k, v = source.read_all(start, stop, dtype="float32")
     ids = source.token_ids(start, stop)
-    writer.append(k, v, "pre", ids, None, None)
+    writer.append(k, v, "pre", ids, None, None, _stored_rows(source, start, stop))
+
+
+def _stored_rows(source: Session, start: int, stop: int) -> dict[StreamName, StoredRows]:
+    """Return tokens as they are stored, of the streams whose rows stand alone."""
+    found = {}
+    with source._archive._read() as snapshot:
+        record = source._record(snapshot)
+        _check(record, start, stop, source._where)
+        for layer, kind in record.streams:
+            rows, streams = [], set()
+            for piece in pieces(record, layer, kind, start, stop):
+                coding, header, payload = source._reader.open(snapshot, piece, layer, kind)
+                if not coding.codec.rows_stand_alone:
+                    break
+                streams.add((coding.codec.number, coding.tag))
+                whole = CodedRows(memoryview(bytes(payload)), header.n_tokens, header.error)
+                rows.append(
+                    whole.cut(piece.start - piece.first_token, piece.stop - piece.first_token)
+                )
+            else:
+                if len(streams) == 1:
+                    found[layer, kind] = StoredRows(*streams.pop(), tuple(rows))
+    return found
 
 
 def _largest_error(

@@ -209,9 +209,9 @@ class Session(StoredSession):
     def append_range(self, source: Session, start: int, stop: int) -> AppendedRange:
         """Append the committed tokens ``[start, stop)`` of another session, and commit.
 
-        Where both sessions' blocks lie alike, whole blocks are shared: nothing is coded again.
-        The others are decoded and coded with this session's step. See `relocation.append_range`
-        for what is required and returned.
+        Where both sessions' blocks lie alike, whole blocks are shared: nothing is coded again. The
+        other tokens are decoded and coded with this session's step, or copied if both have the same
+        `ggml` scheme. See `relocation.append_range` for what is required and returned.
         """
         from .relocation import append_range
 

@@ -1,4 +1,4 @@
-"""What is stored of a frame, and what its header says of a part of it."""
+"""What is stored of a frame."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Final
 
-from kvcodecs.frame import ErrorStats, FrameHeader, open_frame
+from kvcodecs.frame import open_frame
 
 from .backend import Snapshot
 from .pieces import Piece
@@ -40,16 +40,3 @@ def first_value(snapshot: Snapshot, piece: Piece, where: str = "") -> memoryview
             if header.first_token == piece.first_token - piece.offset:
                 return value
     return snapshot.get(last)
-
-
-def share_of_error(header: FrameHeader, n_tokens: int) -> ErrorStats:
-    """Return the error of the first tokens of a frame: an estimate where it has more.
-
-    The sum of squares is their share of it, the largest error a bound.
-    """
-    error = header.error
-    if not error.is_known or n_tokens == header.n_tokens or not header.n_tokens:
-        return error
-    n_values = error.n_values * n_tokens // header.n_tokens
-    share = n_values / error.n_values if error.n_values else 0.0
-    return ErrorStats(error.max_error, error.sum_squares * share, n_values)

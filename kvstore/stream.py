@@ -10,10 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
-from kvcodecs.codec import BlockCodec, BlockEncoder, Chunks, CodecConfig, codec_by_number, codec_for
+from kvcodecs.codec import (
+    BlockCodec,
+    BlockEncoder,
+    Chunks,
+    CodecConfig,
+    CodedRows,
+    RowEncoder,
+    codec_by_number,
+    codec_for,
+)
 from kvcodecs.frame import BytesLike, ErrorStats, header_tag, pack_frame, seal_record
 from kvcodecs.plan import available_cpus
 from kvcodecs.raw import Raw
@@ -33,7 +42,7 @@ class Prepared:
     Attributes
     ----------
     chunks
-        The new tokens, coded domain; can be iterated again.
+        The new tokens, coded domain or coded; can be iterated again.
     n_tokens
         How many.
     params
@@ -44,11 +53,28 @@ class Prepared:
         Whether the values were taken after RoPE.
     """
 
-    chunks: Chunks
+    chunks: Callable[[], Iterable[F32 | CodedRows]]
     n_tokens: int
     params: Any
     dtype: str
     post: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRows:
+    """Tokens as another stream stores them, its codec one with `rows_stand_alone`.
+
+    Attributes
+    ----------
+    codec, tag
+        Number of the codec, and the tag of the stream's header.
+    rows
+        Successive rows.
+    """
+
+    codec: int
+    tag: int
+    rows: tuple[CodedRows, ...]
 
 
 class StreamWriter:
@@ -201,6 +227,18 @@ class StreamWriter:
             params = self._fit(lambda: self._all(chunks()), post or self._post)
         return replace(prepared, params=params)
 
+    def prepare_rows(self, stored: StoredRows) -> Prepared | None:
+        """Return stored tokens ready to be pushed as they are; None if they are coded otherwise."""
+        params = None
+        tag = self._tag
+        if self._params is None and self._codec.rows_stand_alone:
+            params = self._codec.fit(self._config, self.spec, lambda: ())
+            tag = header_tag(self._codec.pack(params))
+        if (stored.codec, stored.tag) != (self._codec.number, tag):
+            return None
+        n_tokens = sum(rows.n_tokens for rows in stored.rows)
+        return Prepared(lambda: stored.rows, n_tokens, params, "float32", post=False)
+
     def push(
         self,
         prepared: Prepared,
@@ -302,16 +340,19 @@ class StreamWriter:
         for chunk in waiting:
             self._push(chunk)
 
-    def _push(self, chunk: F32, on_seal: Callable[[], None] | None = None) -> None:
+    def _push(self, chunk: F32 | CodedRows, on_seal: Callable[[], None] | None = None) -> None:
         block_tokens, at = self._state.block_tokens, 0
-        while at < chunk.shape[1]:
+        n = chunk.n_tokens if isinstance(chunk, CodedRows) else chunk.shape[1]
+        while at < n:
             if self._encoder is None:
                 self._encoder = self._codec.encoder(self._params, self.end)
-            room = block_tokens - self._encoder.n_tokens
-            part = np.ascontiguousarray(chunk[:, at : at + room])
-            self._encoder.push(part, self._n_threads)
-            at += part.shape[1]
-            self.end += part.shape[1]
+            end = min(n, at + block_tokens - self._encoder.n_tokens)
+            if isinstance(chunk, CodedRows):
+                cast(RowEncoder, self._encoder).append_rows(chunk.cut(at, end))
+            else:
+                self._encoder.push(np.ascontiguousarray(chunk[:, at:end]), self._n_threads)
+            self.end += end - at
+            at = end
             if self._encoder.n_tokens == block_tokens:
                 self._sealed.append((self._block, self._block_frame(self._encoder)))
                 self._block, self._encoder = self._block + 1, None

@@ -31,7 +31,7 @@ from .room import Room
 from .session_record import MAX_TOKENS, SessionRecord, StreamName
 from .sharing import claims_of, put_record, settled
 from .spans import header_of
-from .stream import Prepared, StreamWriter
+from .stream import Prepared, StoredRows, StreamWriter
 from .token_ids import CHUNK_TOKENS, Ids, check_ids, pack_ids, read_ids
 
 Tensor: TypeAlias = npt.NDArray[Any]
@@ -91,8 +91,12 @@ class SessionWriter:
         token_ids: object,
         start: int | None,
         n_threads: int | None,
+        stored: Mapping[StreamName, StoredRows] | None = None,
     ) -> None:
-        """Check everything, then push everything. See `Session.append`."""
+        """Check everything, then push everything. See `Session.append`.
+
+        Streams that are coded as the tokens in `stored` are take these instead of their values.
+        """
         self._check_whole()
         self.lease.renew()
         if k_state not in ("pre", "post"):
@@ -111,7 +115,7 @@ class SessionWriter:
         n_threads = check_threads(n_threads) or available_cpus()
         n_values = sum(x.size for x in tensors.values())
         n_workers = min(n_threads, len(tensors)) if n_values >= _MANY_VALUES else 1
-        prepared = self._prepare_all(tensors, starts, k_state, n_workers)
+        prepared = self._prepare_all(tensors, starts, k_state, stored or {}, n_workers)
         self._is_whole = False
         self._push_all(prepared, n_workers, max(1, n_threads // n_workers))
         if ids is not None and n_new:
@@ -290,6 +294,7 @@ class SessionWriter:
         tensors: Mapping[StreamName, Tensor],
         starts: Mapping[StreamName, int | None],
         k_state: KState,
+        stored: Mapping[StreamName, StoredRows],
         n_workers: int,
     ) -> dict[StreamName, Prepared]:
         """Check the new tokens of every stream; changes nothing if any is refused."""
@@ -299,7 +304,9 @@ class SessionWriter:
         tables: dict[Rope, RopeTable] = {}
 
         def prepare(name: StreamName) -> Prepared:
-            return self._prepare(self._streams[name], tensors[name], k_state, tables)
+            stream = self._streams[name]
+            as_stored = stream.prepare_rows(stored[name]) if name in stored else None
+            return as_stored or self._prepare(stream, tensors[name], k_state, tables)
 
         try:
             return dict(zip(tensors, _map(prepare, tensors, n_workers), strict=True))

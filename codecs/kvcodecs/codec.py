@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 from .errors import InvalidArgument, Unsupported
 from .frame import BytesLike, ErrorStats
@@ -39,6 +39,31 @@ class Params(Protocol):
 
     @property
     def spec(self) -> StreamSpec: ...
+
+
+class CodedRows(NamedTuple):
+    """Successive tokens as they are stored, of a codec with `rows_stand_alone`.
+
+    Attributes
+    ----------
+    data
+        The rows, one a token.
+    n_tokens
+        How many.
+    error
+        Of these tokens.
+    """
+
+    data: memoryview
+    n_tokens: int
+    error: ErrorStats
+
+    def cut(self, start: int, stop: int) -> CodedRows:
+        """Return some of the tokens."""
+        start, stop = min(start, self.n_tokens), min(stop, self.n_tokens)
+        n_bytes, n = self.data.nbytes // max(self.n_tokens, 1), stop - start
+        rows = self.data[start * n_bytes : stop * n_bytes]
+        return CodedRows(rows, n, self.error.share(n, self.n_tokens))
 
 
 class BlockEncoder(Protocol):
@@ -75,6 +100,19 @@ class BlockEncoder(Protocol):
         """
 
 
+class RowEncoder(BlockEncoder, Protocol):
+    """A `BlockEncoder` of a codec with `rows_stand_alone`."""
+
+    def append_rows(self, rows: CodedRows) -> None:
+        """Append tokens that are coded, of a stream with the same header, and their error.
+
+        Raises
+        ------
+        Truncated, Corrupt
+            They are not whole rows.
+        """
+
+
 class BlockCodec(Protocol):
     """A codec of one stream's blocks. ``params`` are always its own.
 
@@ -86,12 +124,16 @@ class BlockCodec(Protocol):
         Whether decoded values are those that were coded.
     header_at_once
         Whether `fit` looks at no value, so that a stream has its header from its first token on.
+    rows_stand_alone
+        Whether a payload is one row of so many bytes for each token, the same in any block and at
+        any position.
     """
 
     number: int
     name: str
     lossless: bool
     header_at_once: bool
+    rows_stand_alone: bool
 
     def check_stream(self, config: Any, spec: StreamSpec) -> None:
         """Raise `InvalidArgument` if no values of the stream `spec` could be coded."""

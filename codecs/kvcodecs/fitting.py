@@ -77,6 +77,7 @@ class QuantisingCodec(ABC, Generic[ConfigT, ParamsT]):
     name: str
     lossless = False
     header_at_once = False
+    rows_stand_alone = False
 
     class_of_one: ClassVar[int]
     n_classes: ClassVar[int]

@@ -119,6 +119,17 @@ class ErrorStats(NamedTuple):
             self.n_values + other.n_values,
         )
 
+    def share(self, n: int, of: int) -> ErrorStats:
+        """Return the statistics of `n` of `of` tokens: an estimate where they are not all.
+
+        The sum of squares is their share of it, the largest error a bound.
+        """
+        if not self.is_known or n == of or not of:
+            return self
+        n_values = self.n_values * n // of
+        share = n_values / self.n_values if self.n_values else 0.0
+        return ErrorStats(self.max_error, self.sum_squares * share, n_values)
+
     def is_valid(self) -> bool:
         """Whether the three numbers can belong together (FORMAT.md section 2.1)."""
         # Chained comparisons are false for NaN.

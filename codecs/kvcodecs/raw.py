@@ -104,6 +104,7 @@ class RawCodec:
     lossless = True
     # It could be, but the raw head of a stream without one keeps values in fewer bytes.
     header_at_once = False
+    rows_stand_alone = False
 
     def check_stream(self, config: Raw, spec: StreamSpec) -> None:
         pass

@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 
 from .. import _core
-from ..codec import Chunks
+from ..codec import Chunks, CodedRows
 from ..errors import Corrupt, InvalidArgument, Truncated, Unsupported
 from ..frame import BytesLike, ErrorStats, byte_view
 from ..plan import Placement, Plan
@@ -37,6 +37,13 @@ class GGMLParams:
     def row_bytes(self) -> int:
         """Of one token, all heads."""
         return self.scheme.row_bytes(self.spec.channels)
+
+    def check_size(self, n_bytes: int, n_tokens: int) -> None:
+        """Raise `Truncated` or `Corrupt` unless that many bytes are the rows of the tokens."""
+        expected = n_tokens * self.row_bytes
+        if n_bytes != expected:
+            kind = Truncated if n_bytes < expected else Corrupt
+            raise kind(f"{n_bytes} bytes of rows, expected {expected}")
 
     @cached_property
     def row_tables(self) -> RowTables:
@@ -69,6 +76,10 @@ class GGMLEncoder:
     def push(self, x: F32, n_threads: int = 1) -> None:
         self._core.push(np.ascontiguousarray(x), n_threads if x.size > _MANY_VALUES else 1)
 
+    def append_rows(self, rows: CodedRows) -> None:
+        self._params.check_size(rows.data.nbytes, rows.n_tokens)
+        self._core.resume(self.payload() + rows.data, *self.error.merge(rows.error))
+
     def payload(self) -> bytes:
         return self._core.payload()
 
@@ -85,6 +96,7 @@ class GGMLCodec:
     name = "ggml"
     lossless = False
     header_at_once = True
+    rows_stand_alone = True
 
     def check_stream(self, config: GGML, spec: StreamSpec) -> None:
         scheme_of(config).row_bytes(spec.channels)
@@ -149,10 +161,7 @@ class GGMLCodec:
         first_token: int,
         placement: Placement,
     ) -> None:
-        size, expected = byte_view(payload).nbytes, placement.n_tokens * params.row_bytes
-        if size != expected:
-            kind = Truncated if size < expected else Corrupt
-            raise kind(f"{size} bytes of rows, expected {expected}")
+        params.check_size(byte_view(payload).nbytes, placement.n_tokens)
         if placement.n_rows:
             plan.decode_rows(params.row_tables, payload, first_token, placement)
 
