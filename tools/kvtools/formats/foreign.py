@@ -1,4 +1,4 @@
-"""Migration to and from formats that are no archives: `.tkv` stream files, arrays of zarr format 2.
+"""Migration to and from formats that are no archives; see `registry`.
 
 Sessions go to a folder each, which is whole once it has its ``session.json``; the folder of all is
 built under another name. With another codec they pass through an archive beside the target.
@@ -7,17 +7,16 @@ built under another name. With another codec they pass through an archive beside
 from __future__ import annotations
 
 import math
-import os
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from kvcodecs.codec import CodecConfig
-from kvcodecs.errors import InvalidArgument, KvError, NotFound
+from kvcodecs.errors import InvalidArgument, KvError
 from kvcodecs.spec import Kind
 
 import kvstore
@@ -27,14 +26,10 @@ from kvstore.migration.needed import Item
 from kvstore.migration.plan import Plan, chosen_names
 from kvstore.migration.work import Meter, Migrated
 from kvstore.pieces import count_frames
-from kvstore.place import Place
+from kvstore.place import PARTIAL_SUFFIX, Place
 from kvtools.formats.importing import Incoming, target_archive
-from kvtools.formats.session_folder import SESSION_FILE, ZARR2_FILE, folder_name, session_folders
-
-TKV_SUFFIX = ".tkvdir"
-ZARR2_PREFIX = "zarr2:"
-#: What archives have and folders of sessions do not.
-_ARCHIVE_SIGNS = ("data.mdb", "_kvstore")
+from kvtools.formats.registry import Format
+from kvtools.formats.session_folder import SESSION_FILE, ZARR2_FILE, folder_name
 
 
 class Export(Protocol):
@@ -57,8 +52,7 @@ class Found(Protocol):
 def export(
     source: str,
     target: str,
-    write: Export,
-    begin: Callable[[Path], None],
+    format: Format,
     *,
     sessions: list[str] | None,
     codec: Mapping[Kind, CodecConfig] | None,
@@ -72,21 +66,16 @@ def export(
     Parameters
     ----------
     target
-        The folder.
-    begin
-        Makes the folder of all sessions what its format wants.
+        As given, with its prefix.
     """
     started = time.perf_counter()
-    place = Place.of(target)
-    if place.folder is None or place.partial.folder is None:
-        raise InvalidArgument(f"{target}: not a folder")
-    if place.holds({}) != "nothing":
-        raise InvalidArgument(f"{target}: exists already; give another name, or remove it")
-    check_apart(Place.of(source), place)
+    folder = free_folder(target, format)
+    partial = folder.with_name(folder.name + PARTIAL_SUFFIX)
+    check_apart(Place.of(source), Place.of(folder))
     with ExitStack() as stack:
         done = Migrated(verified=verify)
         if codec is not None:
-            passed = stack.enter_context(_passing(place.folder)) / "passed.kv"
+            passed = stack.enter_context(passing(folder)) / "passed.kv"
             through = kvstore.migrate(
                 source,
                 passed,
@@ -100,10 +89,9 @@ def export(
             source, sessions = str(passed), None
         archive = stack.enter_context(kvstore.open(source, snapshot_seconds=math.inf))
         plan = Plan(archive, stack.enter_context(archive._read()), sessions, None)
-        partial = place.partial.folder
         stack.enter_context(partial_folder(partial, resume=resume))
         try:
-            _export_all(plan, partial, write, begin, done, Meter(progress, plan.n_frames))
+            _export_all(plan, partial, format, done, Meter(progress, plan.n_frames))
         except KvError as error:
             if not done.n_bytes:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -111,20 +99,24 @@ def export(
                 advice = "go on with resume=True, or remove it"
                 error.args = (f"{error}; {partial} keeps what was written: {advice}",)
             raise
-        move_into_place(partial, place.folder)
+        move_into_place(partial, folder)
     done.seconds = time.perf_counter() - started
     return done
 
 
-def _export_all(
-    plan: Plan,
-    partial: Path,
-    write: Export,
-    begin: Callable[[Path], None],
-    done: Migrated,
-    meter: Meter,
-) -> None:
-    begin(partial)
+def free_folder(target: str, format: Format) -> Path:
+    """Return the folder that sessions are to go to; `InvalidArgument` if something is there."""
+    place = Place.of(format.folder(target))
+    if place.folder is None:
+        raise InvalidArgument(f"{target}: not a folder")
+    if place.holds({}) != "nothing":
+        raise InvalidArgument(f"{target}: exists already; give another name, or remove it")
+    return place.folder
+
+
+def _export_all(plan: Plan, partial: Path, format: Format, done: Migrated, meter: Meter) -> None:
+    format.exporting.begin(partial)
+    write: Export = format.exporting.write_session
     for name in plan.order:
         item = plan.load(name)
         folder = partial / folder_name(name)
@@ -144,16 +136,16 @@ def _export_all(
 
 
 @contextmanager
-def _passing(folder: Path) -> Iterator[Path]:
+def passing(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder beside another one."""
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as name:
         yield Path(name)
 
 
 def take_in(
-    found: list[Found],
     source: str,
     target: str,
+    format: Format,
     *,
     sessions: list[str] | None,
     codec: Mapping[Kind, CodecConfig] | None,
@@ -164,6 +156,7 @@ def take_in(
 ) -> Migrated:
     """Store sessions of a folder in an archive."""
     started = time.perf_counter()
+    found: list[Found] = format.importing.sessions(format.folder(source))
     by_name = {session.name: session for session in found}
     if len(by_name) < len(found):
         raise InvalidArgument(f"{source}: two sessions have the same name")
@@ -174,7 +167,7 @@ def take_in(
         if codec is not None:
             folder = Place.of(target).folder
             parent = Path(tempfile.gettempdir()) / "kvstore" if folder is None else folder
-            into, goes_on = str(stack.enter_context(_passing(parent)) / "passed.kv"), False
+            into, goes_on = str(stack.enter_context(passing(parent)) / "passed.kv"), False
         with target_archive(into, resume=goes_on) as archive:
             for i, name in enumerate(names):
                 incoming = by_name[name].incoming(archive)
@@ -198,33 +191,3 @@ def _is_there(archive: kvstore.Archive, incoming: Incoming) -> bool:
     with archive._read() as snapshot:
         record = archive._catalog.record(snapshot, incoming.item.name)
     return record.pack(incoming.item.name) == incoming.item.value
-
-
-def is_tkv_folder(text: str) -> bool:
-    """Whether a folder has stream files, or folders with them."""
-    root = Path(text)
-    if not root.is_dir() or any((root / name).exists() for name in _ARCHIVE_SIGNS):
-        return False
-    if _has_streams(root):
-        return True
-    return any(_has_streams(folder) for folder in session_folders(root))
-
-
-def _has_streams(folder: Path) -> bool:
-    with os.scandir(folder) as entries:
-        return any(
-            entry.name == SESSION_FILE
-            or (entry.name.startswith(("k_", "v_")) and entry.name.endswith(".tkv"))
-            for entry in entries
-        )
-
-
-def tkv_sessions(text: str) -> list[Any]:
-    """Return the sessions of a folder of stream files."""
-    from kvtools.formats.tkv_import import TkvSession
-
-    root = Path(text)
-    folders = [root] if _has_streams(root) else session_folders(root)
-    if not folders:
-        raise NotFound(f"{text}: no sessions")
-    return [TkvSession(folder) for folder in folders]

@@ -44,6 +44,10 @@ FORMAT = "kvstore tkv folder"
 TKV1_NUMBER = 1
 
 
+def begin(folder: Path) -> None:
+    """Make a folder that of all sessions: it is one as it is."""
+
+
 def _check_header(copy: StreamCopy) -> None:
     header = copy.header()
     if header is not None and header[0].number != TKV1_NUMBER:

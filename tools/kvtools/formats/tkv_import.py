@@ -30,6 +30,7 @@ from kvstore.migration.needed import Item, make_item
 from kvstore.records import HEADER_MAGIC
 from kvstore.session_record import SessionRecord, StreamState
 from kvtools.formats.importing import Incoming
+from kvtools.formats.registry import tkv_folders
 from kvtools.formats.session_folder import (
     IDS_FILE,
     SESSION_FILE,
@@ -159,6 +160,11 @@ class TkvSession:
             raise Corrupt(f"{where}: sinks {p.sink} in the file, {sink} of the session")
         lanes = file.lane_params()
         return replace(lanes, spec=spec, sink=sink)
+
+
+def sessions(folder: str) -> list[TkvSession]:
+    """Return the sessions of a folder of stream files."""
+    return [TkvSession(path) for path in tkv_folders(folder)]
 
 
 def _there(path: Path) -> Path:

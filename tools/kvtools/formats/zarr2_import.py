@@ -184,7 +184,7 @@ class Zarr2Session:
         return np.frombuffer(data, dtype).reshape(shape)
 
 
-def zarr2_sessions(folder: str) -> list[Zarr2Session]:
+def sessions(folder: str) -> list[Zarr2Session]:
     """Return the sessions of a group that `zarr2_export` wrote."""
     folders = session_folders(Path(folder))
     if not folders:

@@ -1,0 +1,48 @@
+"""What `kvstore migrate` says at its end."""
+
+from __future__ import annotations
+
+import argparse
+
+import kvstore
+from kvtools.terminal import count_text, listed, note, rate_text, show_json, size_text
+
+
+def show_migrated(args: argparse.Namespace, done: kvstore.Migrated) -> None:
+    """Say what was done."""
+    if args.json:
+        show_json(
+            {
+                "source": args.source,
+                "target": args.target,
+                "moved": done.moved,
+                "recoded": done.recoded,
+                "flattened": done.flattened,
+                "skipped": done.skipped,
+                "n_bytes": done.n_bytes,
+                "verified": done.verified,
+                "seconds": done.seconds,
+            }
+        )
+        return
+    if done.flattened:
+        note(
+            f"frames of their own now, shared no more: {listed(done.flattened)}",
+            quiet=args.quiet,
+        )
+    if args.quiet:
+        return
+    parts = [
+        f"{count_text(len(names), 'session')} {what}"
+        for names, what in (
+            (done.moved, "moved byte for byte"),
+            (done.recoded, "coded anew"),
+            (done.skipped, "there already"),
+        )
+        if names
+    ]
+    print(
+        f"{args.target}: {', '.join(parts) or 'no sessions'}; {size_text(done.n_bytes)} in "
+        f"{done.seconds:.2f} s ({rate_text(done.n_bytes, done.seconds)})"
+        f"{', all read again' if done.verified and (done.moved or done.recoded) else ''}"
+    )
