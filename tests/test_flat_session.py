@@ -135,3 +135,16 @@ def test_what_is_not_a_session(path, tmp_path):
         flat.open(path)
     with pytest.raises(Corrupt, match="missing"):
         flat.open(other)
+
+
+@pytest.mark.parametrize("store_k", ["pre", "post"])
+@pytest.mark.parametrize("k_state", ["pre", "post"])
+def test_layers_without_rope_beside_those_with_one(store_k, k_state):
+    layers = (LayerSpec(1, 32, 32), LayerSpec(1, 32, 32, rope=None))
+    model = Model(name="m", layers=layers, rope=kvstore.Rope.from_theta(1e4, 32))
+    k = np.random.default_rng(0).standard_normal((2, 1, 40, 32), np.float32)
+    with flat.anonymous(model, scheme="f16", store_k=store_k) as session:
+        session.append(k, k, k_state=k_state)
+        for layer in range(2):
+            assert np.abs(session.read(layer, "k", k_state=k_state) - k[layer]).max() < 0.01
+        assert np.array_equal(session.read(1, "k", k_state="pre"), session.read(1, "v"))

@@ -63,6 +63,8 @@ def encode_rows(
         raise InvalidArgument(f"{where}: missing")
     tensor = np.asarray(x)
     check_tensor(tensor, spec, where)
+    if spec.rope is None:  # as a layer without one in a model that has it
+        k_state = header.k_state
     if kind == "k" and header.k_state == "post":
         plain = StreamSpec("k", spec.heads, spec.head_dim)
         if k_state == "pre":
