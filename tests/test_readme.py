@@ -59,7 +59,7 @@ def test_set_up_is_two_commands():
 def test_command_line_examples_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     rng = np.random.default_rng(1)
-    values = rng.standard_normal((2, 2, 300, 8)).astype(ml_dtypes.bfloat16)
+    values = rng.standard_normal((2, 4, 300, 8)).astype(ml_dtypes.bfloat16)
     shapes = {"k_pre": (values.dtype, values.shape), "v": (values.dtype, values.shape)}
     ids = np.arange(300, dtype=np.int64)
     shapes["token_ids"] = (ids.dtype, ids.shape)
@@ -76,7 +76,7 @@ def test_command_line_examples_run(tmp_path, monkeypatch, capsys):
         else:
             assert cli.main(argv) == 0, capsys.readouterr().err
     with TensorFile("part.safetensors") as file:
-        assert file.info("v").shape == (2, 2, 100, 8)
+        assert file.info("v").shape == (2, 4, 100, 8)
 
 
 @pytest.mark.parametrize("path", re.findall(r"`([a-z]+/[A-Za-z/]+(?:\.md)?)`", README))

@@ -205,7 +205,10 @@ class FlatLayer(StoredLayer):
             self.append_rows(rows, start=at)
 
     def append_rows(self, rows: Mapping[Kind, Bytes], *, start: int | None = None) -> None:
-        """Append rows as they are stored, ``(n, row_bytes)`` uint8 each: copied, never decoded."""
+        """Append rows as they are stored, ``(n, row_bytes)`` uint8 each: copied, never decoded.
+
+        With no rows and a `start`, a layer that never had rows begins there.
+        """
         with self._lock:
             self._check_writable()
             at = self._position(start)
@@ -213,9 +216,10 @@ class FlatLayer(StoredLayer):
             state = self._state
             if not state.end and at != state.end:
                 state = state._replace(origin=at, dropped=at, end=at)
-            if not n:
-                return
             self._before = self._state
+            if not n:
+                self._state = state  # where the first row will be is settled
+                return
             self._make_room(state, n)
             state = self._state if state.end == self._state.end else state
             lo, size = state.end - state.origin, self.header.block_rows

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 
-from kvtools.command import Command, add_archive
+from kvtools.command import Command, add_archive, add_archive_or_flat
 from kvtools.values import byte_count, path, quota
 
 
 def _add_ls(parser: argparse.ArgumentParser) -> None:
-    add_archive(parser)
+    add_archive_or_flat(parser)
     parser.add_argument("--prefix", default="", metavar="P", help="names that begin with P")
     parser.add_argument("--pinned", action="store_true", help="pinned sessions only")
     parser.add_argument(
@@ -18,13 +18,13 @@ def _add_ls(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_info(parser: argparse.ArgumentParser) -> None:
-    add_archive(parser)
+    add_archive_or_flat(parser)
     parser.add_argument("--session", metavar="NAME", help="(default: all)")
     parser.add_argument("--layers", action="store_true", help="one line per layer and kind")
 
 
 def _add_verify(parser: argparse.ArgumentParser) -> None:
-    add_archive(parser)
+    add_archive_or_flat(parser)
     parser.add_argument("--decode", action="store_true", help="decode every block as well")
 
 

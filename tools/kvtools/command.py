@@ -12,6 +12,10 @@ from kvtools.values import path
 PLACES = "FOLDER, zarr:FOLDER, s3://bucket/prefix or icechunk:FOLDER"
 
 
+#: What commands take that read sessions of flat layers as well.
+OR_FLAT = "or sessions of flat layers: their FOLDER, or flat:FOLDER"
+
+
 class Command(NamedTuple):
     """A command.
 
@@ -36,3 +40,8 @@ class Command(NamedTuple):
 def add_archive(parser: argparse.ArgumentParser) -> None:
     """Add the archive, which exists."""
     parser.add_argument("archive", type=path, metavar="ARCHIVE", help=PLACES)
+
+
+def add_archive_or_flat(parser: argparse.ArgumentParser) -> None:
+    """Add the archive, or the folder of flat layers."""
+    parser.add_argument("archive", type=path, metavar="ARCHIVE", help=f"{PLACES}; {OR_FLAT}")

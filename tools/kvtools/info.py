@@ -13,6 +13,7 @@ import kvstore
 from kvstore import ArchiveInfo, Model, SessionInfo, StreamInfo
 from kvstore.backend import ReaderInfo
 from kvstore.versions import FORMAT_VERSION
+from kvtools.flat_sessions import flat_sessions
 from kvtools.terminal import (
     count_text,
     date_text,
@@ -35,6 +36,11 @@ CODED_DOMAIN = "in the coded domain, K before RoPE"
 
 def run_info(args: argparse.Namespace) -> int:
     """Describe an archive and its sessions from records and frame headers."""
+    folders = flat_sessions(args.archive)
+    if folders is not None:
+        from kvtools import flat_reports
+
+        return flat_reports.info(args, folders)
     with kvstore.open(args.archive) as archive:
         about = archive.info()
         damaged: dict[str, kvstore.KvError] = {}
@@ -194,8 +200,8 @@ def _show_session(info: SessionInfo, *, layers: bool) -> None:
     pairs = [
         ("session", info.name),
         ("model", f"{model.name} {model.revision}".strip()),
-        ("layers", f"{model.n_layers}: {_geometry(info)}"),
-        ("rope", _rope_text(model)),
+        ("layers", f"{model.n_layers}: {geometry_text(model)}"),
+        ("rope", rope_text(model)),
         ("dtype", model.dtype or "float32"),
         *((name, str(value)) for name in IDENTITY if (value := getattr(model, name))),
         ("tokens", _tokens_text(info)),
@@ -218,9 +224,7 @@ def _show_session(info: SessionInfo, *, layers: bool) -> None:
         *((("zarr group", info.zarr_group),) if info.zarr_group is not None else ()),
     ]
     if info.metadata:
-        text = json.dumps(dict(info.metadata), ensure_ascii=False)
-        cut = "... (--json shows all)" if len(text) > MAX_METADATA else ""
-        pairs.append(("metadata", text[:MAX_METADATA] + cut))
+        pairs.append(("metadata", metadata_text(info.metadata)))
     show_pairs(pairs)
     if layers:
         print()
@@ -247,6 +251,13 @@ def _show_session(info: SessionInfo, *, layers: bool) -> None:
         )
         title = f"errors and bounds: {CODED_DOMAIN}" if info.k_state == "post" else ""
         show_table(title, columns, rows)
+
+
+def metadata_text(metadata: Mapping[str, Any]) -> str:
+    """Write a session's metadata, of a long one its beginning."""
+    text = json.dumps(dict(metadata), ensure_ascii=False)
+    cut = "... (--json shows all)" if len(text) > MAX_METADATA else ""
+    return text[:MAX_METADATA] + cut
 
 
 def _tokens_text(info: SessionInfo) -> str:
@@ -300,7 +311,8 @@ def _bound_text(info: SessionInfo) -> str:
     return f"{text} (in float32)"
 
 
-def _rope_text(model: Model) -> str:
+def rope_text(model: Model) -> str:
+    """Write what RoPE a model has."""
     ropes = [model.stream(layer, "k").rope for layer in range(model.n_layers)]
     known = {rope for rope in ropes if rope is not None}
     if not known:
@@ -313,11 +325,12 @@ def _rope_text(model: Model) -> str:
     return text + (f"; {count_text(without, 'layer')} without" if without else "")
 
 
-def _geometry(info: SessionInfo) -> str:
+def geometry_text(model: Model) -> str:
+    """Write the geometry of layers, such as ``"4 heads x 64"``."""
     shapes = {
         f"{layer.heads} heads x {layer.head_dim_k}"
         + ("" if layer.head_dim_v == layer.head_dim_k else f" (V: {layer.head_dim_v or 'none'})")
-        for layer in info.model.layers
+        for layer in model.layers
     }
     return shapes.pop() if len(shapes) == 1 else f"{len(shapes)} geometries"
 

@@ -9,13 +9,18 @@ from kvcodecs.errors import KvError, NotFound
 
 import kvstore
 from kvstore import SessionEntry, SessionInfo
+from kvtools import flat_reports
 from kvtools.existing import existing_archive, existing_sessions
+from kvtools.flat_sessions import flat_sessions
 from kvtools.info import session_sizes, show_damaged
 from kvtools.terminal import date_text, number_text, show_json, show_table, size_text
 
 
 def run_ls(args: argparse.Namespace) -> int:
     """List sessions, in byte order of their names; exit with 1 if some cannot be read."""
+    folders = flat_sessions(args.archive)
+    if folders is not None:
+        return flat_reports.ls(args, folders)
     with kvstore.open(args.archive) as archive:
         entries, damaged = _entries(archive, args.prefix)
         if args.pinned:  # a damaged record does not say

@@ -16,15 +16,16 @@ def _add_migrate(parser: argparse.ArgumentParser) -> None:
         "source",
         type=path,
         metavar="SRC",
-        help=f"an archive ({PLACES}); or a folder of .tkv files, zarr2:FOLDER, or a safetensors "
-        "file as pack takes it",
+        help=f"an archive ({PLACES}); or a folder of .tkv files, zarr2:FOLDER, flat:FOLDER (flat "
+        "layers; their folder alone does), or a safetensors file as pack takes it",
     )
     parser.add_argument(
         "target",
         type=path,
         metavar="DST",
         help="an archive, begun if missing; or NAME.tkvdir for .tkv files, which hold TKV1 alone, "
-        "zarr2:FOLDER for arrays of zarr format 2, or NAME.safetensors for one session decoded",
+        "zarr2:FOLDER for arrays of zarr format 2, flat:FOLDER for flat layers, which hold codecs "
+        "ggml.* alone, or NAME.safetensors for one session decoded",
     )
     parser.add_argument(
         "--sessions",

@@ -5,12 +5,17 @@ from __future__ import annotations
 import argparse
 
 import kvstore
+from kvtools import flat_reports
 from kvtools.existing import existing_archive
+from kvtools.flat_sessions import flat_sessions
 from kvtools.terminal import count_text, plain, progress, show_json, size_text
 
 
 def run_verify(args: argparse.Namespace) -> int:
     """Check everything; print one line per problem and exit with 1 if there is any."""
+    folders = flat_sessions(args.archive)
+    if folders is not None:
+        return flat_reports.verify(args, folders)
     with kvstore.open(args.archive) as archive:
         label = "decode" if args.decode else "verify"
         with progress(label, quiet=args.quiet or args.json) as advance:
