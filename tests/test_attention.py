@@ -366,6 +366,7 @@ def test_forked_children_attend(tmp_path, sample):
     with kvstore.open(path, "a") as archive, flat.anonymous(sample.model) as rows:
         session = session_of(archive, sample, GGML("q8_0"), 300)
         rows.append(sample.k, sample.v)
+        rows.commit()  # a child sees what is committed
         before = [attend(q, source, 0, n_threads=1) for source in (session, rows)]
         child = os.fork()
         if child == 0:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -252,44 +250,6 @@ def test_a_file_that_is_cut(path, pread):
         with pytest.raises((Truncated, Corrupt)), FlatLayer.open(path, "a", pread=pread):
             pass
     layer.close()
-
-
-def test_killed_writers_leave_the_last_commit(path):
-    """The child commits and says so, appends more and dies; also in the middle of a commit."""
-    code = f"""
-import os, sys, numpy as np
-from kvstore.flat import FlatLayer
-from kvstore.flat import state
-x = np.ones(({HEADS}, 37, {DIM}), np.float32)
-with FlatLayer.open({path!r}, "a") as layer:
-    layer.append(x * len(layer), x)
-    layer.commit()
-    layer.append(x, x)
-    stage = int(sys.argv[1])
-    calls = []
-    def die(*args):
-        calls.append(args)
-        if len(calls) > stage: os._exit(9)
-        return real(*args)
-    real = layer._file.write if stage < 4 else layer._file.sync
-    if stage < 4: layer._file.write = die
-    else: layer._file.sync, stage = die, stage - 4
-    layer.append(x, x)
-    layer.commit()
-os._exit(9)
-"""
-    make(path).close()
-    seen = 0
-    for stage in range(7):
-        done = subprocess.run([sys.executable, "-c", code, str(stage)], check=False)
-        assert done.returncode == 9
-        with FlatLayer.open(path) as layer:
-            assert len(layer) in (seen + 37, seen + 3 * 37)
-            layer.verify()
-            k, _ = layer.read_all()
-            first = k[0, :, 0].reshape(-1, 37)
-            assert (first == first[:, :1]).all()
-            seen = len(layer)
 
 
 def test_a_large_sparse_file_touches_few_pages(path):

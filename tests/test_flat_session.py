@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -86,36 +84,6 @@ def test_an_append_that_fails_appends_to_no_layer(path):
         assert session.verify() > 0
         with pytest.raises(InvalidArgument, match="layers"):
             session.append(k[:2], v)
-
-
-def test_killed_between_the_layers_of_a_commit(path):
-    k, v = tensors(200)
-    with flat.create(path, MODEL) as session:
-        session.append(cut(k, 0, 100), cut(v, 0, 100))
-        session.commit()
-    code = (
-        "import os, sys\n"
-        "sys.path.insert(0, sys.argv[2])\n"
-        "from test_flat_session import cut, tensors\n"
-        "from kvstore import flat\n"
-        "k, v = tensors(200)\n"
-        "session = flat.open(sys.argv[1], 'a')\n"
-        "session.append(cut(k, 100, 200), cut(v, 100, 200))\n"
-        "session.layers[1].commit = lambda: os._exit(9)\n"
-        "session.commit()\n"
-    )
-    here = os.path.dirname(__file__)
-    done = subprocess.run([sys.executable, "-c", code, path, here], check=False)
-    assert done.returncode == 9
-    with flat.open(path) as session:
-        assert (session.stop, session.layers[0].stop) == (100, 200)
-        assert np.abs(session.read(1, "k") - k[1][:, :100]).max() < 0.05
-    with flat.open(path, "a") as session:
-        assert session.layers[0].stop == 100
-        session.append(cut(k, 100, 200), cut(v, 100, 200), start=100)
-        session.commit()
-        session.verify()
-        assert np.abs(session.read(0, "k") - k[0]).max() < 0.05
 
 
 def test_what_is_not_a_session(path, tmp_path):

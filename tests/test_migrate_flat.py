@@ -352,7 +352,7 @@ def count(what):
     return counted
 
 flat_export.write_json = count(write_json)
-flat_export.flat.session.sync_folder = count(flat_export.flat.session.sync_folder)
+flat_export.flat.folder.sync_folder = count(flat_export.flat.folder.sync_folder)
 flat_export.flat.FlatSession.commit = count(flat_export.flat.FlatSession.commit)
 sys.exit(cli.main(sys.argv[2:]))
 """

@@ -239,22 +239,31 @@ class Rope:
         """
         if not 0 <= start <= stop:
             raise InvalidArgument(f"rope: positions [{start}, {stop}) are not a range")
-        if stop > MAX_POSITION + 1:
-            raise InvalidArgument(
-                f"rope: position {stop - 1} is beyond {MAX_POSITION}, the last exact in float32"
-            )
-        cos, sin = np.empty((2, stop - start, self.n_pairs), dtype=np.float32)
-        for rows in _passes((1, stop - start, self.n_pairs)):
-            positions = np.arange(start + rows.start, start + rows.stop).astype(np.float32)
+        _check_exact(stop - 1)
+        return self._table(start, np.arange(start, stop))
+
+    def table_at(self, positions: npt.NDArray[np.int64]) -> RopeTable:
+        """Return the cosines and sines of any positions, as those of rows 0 on; see `table`."""
+        if positions.size and positions.min() < 0:
+            raise InvalidArgument(f"rope: position {positions.min()} is negative")
+        _check_exact(positions.max(initial=0))
+        return self._table(0, positions)
+
+    def _table(self, first_token: int, positions: npt.NDArray[np.int64]) -> RopeTable:
+        cos, sin = np.empty((2, len(positions), self.n_pairs), dtype=np.float32)
+        for rows in _passes((1, len(positions), self.n_pairs)):
+            some = positions[rows].astype(np.float32)
             with np.errstate(over="ignore"):
-                angles = (positions[:, None] * self.inv_freq).astype(np.float64)
+                angles = (some[:, None] * self.inv_freq).astype(np.float64)
             if not np.isfinite(angles).all():
-                raise InvalidArgument(f"rope: an angle overflows float32 before position {stop}")
+                raise InvalidArgument(
+                    f"rope: an angle overflows float32 up to position {positions.max()}"
+                )
             cos[rows], sin[rows] = np.cos(angles), np.sin(angles)
         if self.scaling != 1.0:
             cos *= np.float32(self.scaling)
             sin *= np.float32(self.scaling)
-        return RopeTable(start, cos, sin)
+        return RopeTable(first_token, cos, sin)
 
     def _pair_channels(self) -> tuple[slice, slice]:
         """Return the tensor channels that are the first and the second of each pair."""
@@ -393,6 +402,13 @@ def _rotation(
         raise InvalidArgument("k_state 'post' needs the stream's RoPE; give the model one")
     stop = start + n_tokens
     return rope, (rope.table(start, stop) if table is None else table).rows(start, stop)
+
+
+def _check_exact(position: int) -> None:
+    if position > MAX_POSITION:
+        raise InvalidArgument(
+            f"rope: position {position} is beyond {MAX_POSITION}, the last exact in float32"
+        )
 
 
 def _passes(shape: tuple[int, ...]) -> list[slice]:

@@ -5,7 +5,8 @@ section 11. `verify` checks all of a folder.
 """
 
 from .checking import FlatReport, verify
+from .folder import anonymous, create, open
 from .layer import FlatLayer
-from .session import FlatSession, anonymous, create, open
+from .session import FlatSession
 
 __all__ = ["FlatLayer", "FlatReport", "FlatSession", "anonymous", "create", "open", "verify"]

@@ -13,8 +13,8 @@ from typing import Final
 from kvcodecs.errors import Corrupt, KvError, NotFound
 
 from ..identity import Model
+from .folder import layer_file, read_session
 from .layer import FlatLayer
-from .session import layer_file, read_session
 
 # How often, and after how many seconds, layers that disagree are looked at again.
 _LOOKS: Final = 50

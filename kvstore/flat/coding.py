@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from kvcodecs.errors import InvalidArgument
+from kvcodecs.errors import Corrupt, InvalidArgument
 from kvcodecs.ggml import quantise
 from kvcodecs.ggml.codec import CODEC, GGMLParams
 from kvcodecs.plan import Plan
@@ -21,99 +21,130 @@ from .layout import Header
 Tensor: TypeAlias = npt.NDArray[Any]
 
 
-def decode_rows(
-    header: Header,
-    kind: Kind,
-    rows: Bytes,
-    positions: int | Sequence[int],
-    k_state: KState,
-    dtype: str | np.dtype[Any] | type,
-    n_threads: int | None,
-) -> Tensor:
-    """Return rows as ``(heads, n, head_dim)``.
+class RowCoder:
+    """Codes the rows of one layer."""
 
-    Parameters
-    ----------
-    rows : (n, row_bytes) uint8
-    positions
-        Of the first row, or of each.
-    """
-    if k_state not in ("pre", "post"):
-        raise InvalidArgument(f"k_state {k_state!r}, expected 'pre' or 'post'")
-    spec, n = header.spec(kind), len(rows)
-    out = np.empty((spec.heads, n, spec.head_dim), float_dtype(dtype))
-    turned = kind == "k" and spec.rope is not None and k_state != header.k_state
-    if kind == "k" and header.k_state == "post":
-        spec = StreamSpec("k", spec.heads, spec.head_dim)
-        if turned:
-            return _turned_back(header, rows, positions, out)
-    table = _table(header, positions, n) if turned else None
-    _run(GGMLParams(spec, header.scheme(kind)), rows, out, table, n_threads)
-    return out
+    def __init__(self, header: Header) -> None:
+        self._header = header
+        self._plain = StreamSpec("k", header.k.heads, header.k.head_dim)
+        self._params: dict[Kind, GGMLParams] = {}
+        for kind in header.kinds:
+            # K after RoPE is stored in tensor order: to the codec it has none.
+            after = kind == "k" and header.k_state == "post"
+            spec = self._plain if after else header.spec(kind)
+            self._params[kind] = GGMLParams(spec, header.scheme(kind))
 
+    def decode(
+        self,
+        kind: Kind,
+        parts: Sequence[Bytes],
+        positions: int | npt.NDArray[np.int64],
+        k_state: KState,
+        dtype: str | np.dtype[Any] | type,
+        n_threads: int | None,
+        where: str,
+    ) -> Tensor:
+        """Return rows as ``(heads, n, head_dim)``.
 
-def encode_rows(
-    header: Header, kind: Kind, x: object, k_state: KState, start: int, where: str
-) -> Bytes:
-    """Return ``(heads, n, head_dim)`` as rows, from position `start` on; `InvalidArgument`."""
-    spec, where = header.spec(kind), f"{where} {kind}"
-    if k_state not in ("pre", "post"):
-        raise InvalidArgument(f"{where}: k_state {k_state!r}, expected 'pre' or 'post'")
-    if x is None:
-        raise InvalidArgument(f"{where}: missing")
-    tensor = np.asarray(x)
-    check_tensor(tensor, spec, where)
-    if spec.rope is None:  # as a layer without one in a model that has it
-        k_state = header.k_state
-    if kind == "k" and header.k_state == "post":
-        plain = StreamSpec("k", spec.heads, spec.head_dim)
-        if k_state == "pre":
-            tensor = from_coded(to_coded(tensor, spec, "pre", start), spec, "post", start)
-        coded = to_coded(tensor, plain)
-    else:
-        coded = to_coded(tensor, spec, k_state, start)
-    rows = np.ascontiguousarray(coded.transpose(1, 0, 2)).reshape(coded.shape[1], spec.channels)
-    try:
-        return quantise(rows, header.scheme(kind))
-    except InvalidArgument as error:
-        raise InvalidArgument(f"{where}: {error}") from error
+        Parameters
+        ----------
+        parts
+            Successive rows, ``(n, row_bytes)`` each, C-contiguous.
+        positions
+            Of the first row, or of each.
+        where
+            Prefix of error messages.
 
+        Raises
+        ------
+        InvalidArgument
+            A value that overflows `dtype`.
+        Corrupt
+            Rows that are none.
+        """
+        if k_state not in ("pre", "post"):
+            raise InvalidArgument(f"k_state {k_state!r}, expected 'pre' or 'post'")
+        header, n = self._header, sum(len(part) for part in parts)
+        spec = header.spec(kind)
+        out = np.empty((spec.heads, n, spec.head_dim), float_dtype(dtype))
+        turned = kind == "k" and spec.rope is not None and k_state != header.k_state
+        try:
+            if not turned:
+                self._run(kind, parts, out, None, n_threads)
+            elif header.k_state == "pre":
+                self._run(kind, parts, out, self._table(positions, n), n_threads)
+            else:
+                self._turn_back(parts, self._table(positions, n), out, n_threads)
+        except (Corrupt, InvalidArgument) as error:
+            raise type(error)(f"{where} {kind}: {error}") from error
+        return out
 
-def _run(
-    params: GGMLParams, rows: Bytes, out: Tensor, table: RopeTable | None, n_threads: int | None
-) -> None:
-    plan, n = Plan(), len(rows)
-    payload = np.ascontiguousarray(rows).reshape(-1)
-    plan.add(
-        CODEC, params, payload.data, first_token=0, n_tokens=n, start=0, stop=n, out=out, rope=table
-    )
-    plan.run(n_threads)
+    def encode(self, kind: Kind, x: object, k_state: KState, start: int, where: str) -> Bytes:
+        """Return ``(heads, n, head_dim)`` as rows, from position `start` on; `InvalidArgument`."""
+        spec, where = self._header.spec(kind), f"{where} {kind}"
+        if k_state not in ("pre", "post"):
+            raise InvalidArgument(f"{where}: k_state {k_state!r}, expected 'pre' or 'post'")
+        if x is None:
+            raise InvalidArgument(f"{where}: missing")
+        tensor = np.asarray(x)
+        check_tensor(tensor, spec, where)
+        if spec.rope is None:  # as a layer without one in a model that has it
+            k_state = self._header.k_state
+        if kind == "k" and self._header.k_state == "post":
+            if k_state == "pre":
+                tensor = from_coded(to_coded(tensor, spec, "pre"), spec, "post", start)
+            coded = to_coded(tensor, self._plain)
+        else:
+            coded = to_coded(tensor, spec, k_state, start)
+        rows = np.ascontiguousarray(coded.transpose(1, 0, 2))
+        try:
+            return quantise(rows.reshape(len(rows), spec.channels), self._header.scheme(kind))
+        except InvalidArgument as error:
+            raise InvalidArgument(f"{where}: {error}") from error
 
+    def _run(
+        self,
+        kind: Kind,
+        parts: Sequence[Bytes],
+        out: Tensor,
+        table: RopeTable | None,
+        n_threads: int | None,
+    ) -> None:
+        plan, at = Plan(), 0
+        for part in parts:
+            n = len(part)
+            plan.add(
+                CODEC,
+                self._params[kind],
+                part.reshape(-1).data,
+                first_token=at,
+                n_tokens=n,
+                start=at,
+                stop=at + n,
+                out=out[:, at : at + n],
+                rope=table,
+            )
+            at += n
+        plan.run(n_threads)
 
-def _table(header: Header, positions: int | Sequence[int], n: int) -> RopeTable:
-    """Return cosines and sines of the positions, as those of rows 0 to n."""
-    rope = header.k.rope
-    if rope is None:
-        raise InvalidArgument("the layer has no RoPE")
-    if isinstance(positions, int):
-        return rope.table(positions, positions + n)._replace(first_token=0)
-    tables = [rope.table(p, p + 1) for p in positions]
-    if not tables:
-        return rope.table(0, 0)
-    cos, sin = (np.concatenate([getattr(t, x) for t in tables]) for x in ("cos", "sin"))
-    return RopeTable(0, cos, sin)
+    def _table(self, positions: int | npt.NDArray[np.int64], n: int) -> RopeTable:
+        """Return cosines and sines of the positions, as those of rows 0 to n."""
+        rope = self._header.k.rope
+        if rope is None:
+            raise InvalidArgument("the layer has no RoPE")
+        if isinstance(positions, int):
+            return rope.table(positions, positions + n)._replace(first_token=0)
+        return rope.table_at(positions)
 
-
-def _turned_back(
-    header: Header, rows: Bytes, positions: int | Sequence[int], out: Tensor
-) -> Tensor:
-    plain = StreamSpec("k", header.k.heads, header.k.head_dim)
-    values = np.empty(out.shape, np.float32)
-    _run(GGMLParams(plain, header.k_scheme), rows, values, None, None)
-    table = _table(header, positions, len(rows))
-    coded = to_coded(values, header.k, "post", 0, table)
-    with np.errstate(over="ignore"):
-        out[...] = from_coded(coded, header.k, "pre").astype(out.dtype)
-    if not np.isfinite(out.astype(np.float32)).all():
-        raise InvalidArgument(f"a value overflows {out.dtype.name}; ask for float32")
-    return out
+    def _turn_back(
+        self, parts: Sequence[Bytes], table: RopeTable, out: Tensor, n_threads: int | None
+    ) -> None:
+        """Write K before RoPE, of rows that are after it."""
+        k = self._header.k
+        values = np.empty(out.shape, np.float32)
+        self._run("k", parts, values, None, n_threads)
+        coded = to_coded(values, k, "post", 0, table)
+        with np.errstate(over="ignore"):
+            out[...] = from_coded(coded, k, "pre").astype(out.dtype)
+        if not np.isfinite(out.astype(np.float32)).all():
+            raise InvalidArgument(f"a value overflows {out.dtype.name}; ask for float32")

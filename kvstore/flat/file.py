@@ -1,4 +1,4 @@
-"""A layer's file: positional reads and writes, maps that are checked before use, and advice.
+"""A layer's file: positional reads and writes, the writer's lock, and maps that are checked.
 
 Everything is written with `pwrite`, and maps are for reading alone: a full disk is then an error
 of a call and not a signal, and no stray store can reach a row. The kernel keeps maps and writes
@@ -8,30 +8,32 @@ swap, with the same calls.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
 import mmap
 import os
-import tempfile
+import secrets
+import stat
 from collections.abc import Callable
-from typing import Any, Final
+from contextlib import suppress
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from kvcodecs.errors import Closed, Full, InvalidArgument, KvError, Locked, NotFound, Truncated
+from kvcodecs.errors import Closed, InvalidArgument, Locked, NotFound, Truncated
+from kvcodecs.frame import byte_view
 
 from ..files import sync_folder
+from .pages import Advice, advise, punch
+from .system_errors import translate
 
 Bytes = npt.NDArray[np.uint8]
-
-_NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_KEEP_SIZE, _PUNCH_HOLE = 1, 2
-_MADV_PAGEOUT: Final = 21
 
 
 class LayerFile:
     """An open file.
+
+    A forked child reads what it has inherited; it neither writes nor lets go of the lock.
 
     Attributes
     ----------
@@ -39,11 +41,14 @@ class LayerFile:
         Prefix of error messages: the path.
     is_named
         Whether it has a name in a file system.
+    pread
+        Whether it is read with ``pread``, and never mapped.
     """
 
     def __init__(self, fd: int, where: str, *, is_named: bool, pread: bool) -> None:
         self._fd, self.where = fd, where
         self.is_named, self.pread = is_named, pread
+        self._process = os.getpid()
         self._is_locked = False
         self._failed = False
 
@@ -53,17 +58,24 @@ class LayerFile:
 
         Raises
         ------
-        NotFound, Locked, InvalidArgument
+        NotFound, Locked
+        InvalidArgument
+            It is no regular file, or there is no permission.
         """
+        flags = (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC
         try:
-            fd = os.open(path, (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC)
-        except FileNotFoundError:
-            raise NotFound(f"{path}: not there") from None
-        except IsADirectoryError:
-            raise InvalidArgument(f"{path}: a directory, expected the file of a layer") from None
+            fd = os.open(path, flags | os.O_NONBLOCK)  # a pipe would wait for its other end
+        except OSError as error:
+            raise translate(error, path, write=write) from error
         file = cls(fd, path, is_named=True, pread=pread)
-        if write:
-            file._lock()
+        try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise InvalidArgument(f"{path}: not a regular file, expected that of a layer")
+            if write:
+                file._lock()
+        except BaseException:
+            file.close()
+            raise
         return file
 
     @classmethod
@@ -73,40 +85,41 @@ class LayerFile:
         Raises
         ------
         InvalidArgument
-            There is something of that name.
+            There is something of that name, or no permission.
         NotFound
             No such folder.
         Full
             No room.
         """
+        taken = f"{path}: exists already; give another name, or remove it"
         if os.path.lexists(path):
-            raise InvalidArgument(f"{path}: exists already; give another name, or remove it")
+            raise InvalidArgument(taken)
         folder, name = os.path.split(path)
         folder = folder or "."
+        partial = os.path.join(folder, f".{name}.{secrets.token_hex(4)}.partial")
         try:
-            fd, partial = tempfile.mkstemp(dir=folder, prefix=f".{name}.", suffix=".partial")
-        except FileNotFoundError:
-            raise NotFound(f"{folder}: no such directory") from None
+            fd = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ENOTDIR):
+                raise NotFound(f"{folder}: no such directory") from None
+            raise translate(error, path) from error
         file = cls(fd, path, is_named=True, pread=pread)
         try:
-            os.fchmod(fd, 0o666 & ~_umask())
             file._lock()
             begin(file)
             file.sync()
             try:
                 os.link(partial, path)
-            except FileExistsError:
-                raise InvalidArgument(
-                    f"{path}: exists already; give another name, or remove it"
-                ) from None
-            except OSError:  # a file system without links
+            except OSError:  # taken, or a file system without links
+                if os.path.lexists(path):
+                    raise InvalidArgument(taken) from None
                 os.rename(partial, path)
             else:
                 os.unlink(partial)
             sync_folder(folder)
         except BaseException:
             file.close()
-            if os.path.lexists(partial):
+            with suppress(FileNotFoundError):
                 os.unlink(partial)
             raise
         return file
@@ -127,9 +140,11 @@ class LayerFile:
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            self.close()
             if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                raise
+                raise InvalidArgument(
+                    f"{self.where}: the file system does not lock files ({error.strerror}); put "
+                    "it on another one, or open it with mode='r'"
+                ) from error
             raise Locked(
                 f"{self.where}: somebody else has it open for appending; open it with mode='r', or "
                 "close the other one"
@@ -142,6 +157,20 @@ class LayerFile:
         if self._fd < 0:
             raise Closed(f"{self.where}: closed; open it again")
         return self._fd
+
+    @property
+    def is_inherited(self) -> bool:
+        """Whether this process has it from a fork."""
+        return self._process != os.getpid()
+
+    def check_own(self) -> None:
+        """Raise `Closed` if this process may not write, as its parent does."""
+        self.fd  # noqa: B018
+        if self.is_inherited:
+            raise Closed(
+                f"{self.where}: opened before a fork, and appended to in the parent process alone; "
+                "it can be read here"
+            )
 
     @property
     def size(self) -> int:
@@ -164,18 +193,22 @@ class LayerFile:
     def read(self, offset: int, n_bytes: int) -> Bytes:
         """Return bytes read with `preadv`; `Truncated` if there are fewer."""
         out = np.empty(n_bytes, np.uint8)
-        view, at = out.data, 0
-        while at < n_bytes:
+        self.read_into(offset, out.data)
+        return out
+
+    def read_into(self, offset: int, view: memoryview) -> None:
+        """Fill `view` with `preadv`; `Truncated` if there are fewer bytes."""
+        at = 0
+        while at < view.nbytes:
             n = os.preadv(self.fd, [view[at:]], offset + at)
             if n == 0:
                 raise Truncated(
-                    f"{self.where}: ends at byte {offset + at}, {offset + n_bytes} are needed: it "
-                    "was cut; restore a copy"
+                    f"{self.where}: ends at byte {offset + at}, {offset + view.nbytes} are needed: "
+                    "it was cut; restore a copy"
                 )
             at += n
-        return out
 
-    def write(self, offset: int, data: bytes | memoryview | npt.NDArray[Any]) -> None:
+    def write(self, offset: int, data: bytes | npt.NDArray[Any]) -> None:
         """Write bytes in place.
 
         Raises
@@ -183,14 +216,15 @@ class LayerFile:
         Full
             No room; some of the bytes may be written.
         """
+        self.check_own()
         if self._failed:
             raise Closed(f"{self.where}: the disk failed to store a commit; open it again")
-        view, at = np.frombuffer(data, np.uint8).data, 0
+        view, at = byte_view(data), 0
         while at < view.nbytes:
             try:
-                at += os.pwrite(self.fd, view[at:], offset + at)
+                at += os.pwrite(self._fd, view[at:], offset + at)
             except OSError as error:
-                raise self._no_room(error) from error
+                raise translate(error, self.where) from error
 
     def reserve(self, offset: int, size: int, *, sparse: bool) -> None:
         """Make the file so long, with room on the disk unless `sparse`.
@@ -200,38 +234,32 @@ class LayerFile:
         Full
             No room; the file is as it was.
         """
+        self.check_own()
         before = self.size
         try:
             if sparse or not self.is_named:
                 if before < offset + size:
-                    os.ftruncate(self.fd, offset + size)
+                    os.ftruncate(self._fd, offset + size)
             else:
-                os.posix_fallocate(self.fd, offset, size)
+                os.posix_fallocate(self._fd, offset, size)
         except OSError as error:
             if self.size > before:
-                os.ftruncate(self.fd, before)
-            raise self._no_room(error) from error
-
-    def _no_room(self, error: OSError) -> KvError | OSError:
-        if error.errno in _NO_ROOM:
-            return Full(
-                f"{self.where}: {error.strerror}; make room on the disk, or drop rows; what was "
-                "committed is unharmed"
-            )
-        return error
+                os.ftruncate(self._fd, before)
+            raise translate(error, self.where) from error
 
     def sync(self) -> None:
-        """Make all that was written durable, as `msync` of every map would.
+        """Make all that was written durable.
 
         After an error nobody knows what the disk has: nothing is written any more.
         """
+        self.check_own()
         if not self.is_named:
             return
         try:
-            os.fdatasync(self.fd)
-        except OSError:
+            os.fdatasync(self._fd)
+        except OSError as error:
             self._failed = True
-            raise
+            raise translate(error, self.where) from error
 
     def map(self, offset: int, size: int) -> tuple[mmap.mmap, Bytes]:
         """Map a part for reading; it stays as long as anybody refers to it."""
@@ -242,82 +270,29 @@ class LayerFile:
             self.check_size(offset + size)
             raise
         except OSError as error:
-            if error.errno != errno.ENOMEM:
-                raise
-            raise Full(
-                f"{self.where}: no address space for {size} more bytes; open it with pread=True"
-            ) from error
+            raise translate(error, self.where, write=False) from error
         return mapped, np.frombuffer(mapped, np.uint8)
 
-    def punch(self, offset: int, size: int) -> bool:
-        """Give the room of a part back, which then reads as zeros; False if that cannot be."""
-        if size <= 0:
-            return True
-        libc = ctypes.CDLL(None, use_errno=True)
-        done = libc.fallocate(
-            ctypes.c_int(self.fd),
-            ctypes.c_int(_KEEP_SIZE | _PUNCH_HOLE),
-            ctypes.c_int64(offset),
-            ctypes.c_int64(size),
-        )
-        return int(done) == 0
+    def punch(self, offset: int, size: int) -> None:
+        """Give the room of a part back, if the file system can; it then reads as zeros."""
+        self.check_own()
+        if size > 0:
+            punch(self._fd, offset, size)
 
-    def advise(self, mapped: mmap.mmap | None, offset: int, lo: int, hi: int, what: str) -> None:
-        """Tell the kernel about bytes ``[lo, hi)``, relative to a part that begins at `offset`.
-
-        Advice that it does not take is lost, and nothing else.
-        """
-        page = mmap.PAGESIZE
-        if what == "release":
-            lo, hi = -(-lo // page) * page, hi // page * page  # pages that are wholly inside
-        else:
-            lo = lo // page * page
-        if lo >= hi:
-            return
-        if mapped is not None:
-            # Maps are shared: what is released stays, in the file or in the memory without a name.
-            advice = {
-                "prefetch": mmap.MADV_WILLNEED,
-                "random": mmap.MADV_RANDOM,
-                "release": mmap.MADV_DONTNEED if self.is_named else _MADV_PAGEOUT,
-            }[what]
-            _quietly(lambda: mapped.madvise(advice, lo, min(hi, len(mapped)) - lo))
-        if self.is_named and (mapped is None or what == "release"):
-            told = {
-                "prefetch": os.POSIX_FADV_WILLNEED,
-                "random": os.POSIX_FADV_RANDOM,
-                "release": os.POSIX_FADV_DONTNEED,
-            }[what]
-            _quietly(lambda: os.posix_fadvise(self.fd, offset + lo, hi - lo, told))
+    def advise(self, mapped: mmap.mmap | None, offset: int, lo: int, hi: int, what: Advice) -> None:
+        """Tell the kernel about bytes ``[lo, hi)`` of a part: see `pages.advise`."""
+        advise(self.fd, mapped, offset, lo, hi, what, named=self.is_named)
 
     def close(self) -> None:
         """Close, and let another one append."""
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
-            # Maps have descriptors of their own, with the same lock.
-            if self._is_locked:
-                _quietly(lambda: fcntl.flock(fd, fcntl.LOCK_UN))
-            os.close(fd)
-
-    def abandon(self) -> None:
-        """Close in a forked child, whose parent has the lock."""
-        if self._fd >= 0:
-            fd, self._fd = self._fd, -1
+            # Maps, and forked children, have descriptors with the same lock.
+            if self._is_locked and not self.is_inherited:
+                with suppress(OSError):
+                    fcntl.flock(fd, fcntl.LOCK_UN)
             os.close(fd)
 
     def __del__(self) -> None:
-        if self._fd >= 0:
-            self.abandon()
-
-
-def _quietly(call: Callable[[], object]) -> None:
-    try:
-        call()
-    except OSError:
-        return
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+        if getattr(self, "_fd", -1) >= 0:
+            self.close()

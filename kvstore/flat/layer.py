@@ -14,12 +14,11 @@ from kvcodecs.rope import Rope
 from kvcodecs.spec import Kind, KState
 
 from .asking import Schemes, make_header, make_specs
-from .coding import encode_rows
 from .file import Bytes, LayerFile
 from .layout import MAX_POSITION, Header, State, check_whole
 from .segments import Segments
 from .state import Commits, read_header
-from .stored_layer import StoredLayer, extended
+from .stored_layer import StoredLayer
 
 _MODES: Final = ("r", "a")
 
@@ -42,7 +41,8 @@ class FlatLayer(StoredLayer):
         if writable:
             self._segments.check_whole()
             if not commits.is_same:
-                commits.store(self._state)
+                commits.repair(self._state)
+            self._punch(self._state.origin, self._state)
 
     @classmethod
     def create(
@@ -194,7 +194,7 @@ class FlatLayer(StoredLayer):
             given = {"k": k, "v": v}
             at = self._position(start)
             rows = {
-                kind: encode_rows(self.header, kind, given[kind], k_state, at, self._file.where)
+                kind: self._coder.encode(kind, given[kind], k_state, at, self._file.where)
                 for kind in self.header.kinds
             }
             if self.header.v is None and v is not None:
@@ -211,55 +211,85 @@ class FlatLayer(StoredLayer):
         """
         with self._lock:
             self._check_writable()
-            at = self._position(start)
-            n = self._check_rows(rows)
-            state = self._state
-            if not state.end and at != state.end:
+            at, n = self._position(start), self._check_rows(rows)
+            if self.must_commit(n):
+                self.commit()
+            self._before = state = self._state
+            if not state.end:
                 state = state._replace(origin=at, dropped=at, end=at)
-            self._before = self._state
             if not n:
                 self._state = state  # where the first row will be is settled
                 return
-            self._make_room(state, n)
-            state = self._state if state.end == self._state.end else state
-            lo, size = state.end - state.origin, self.header.block_rows
-            crcs: dict[Kind, int] = {}
-            for kind in self.header.kinds:
-                self._segments.write_rows(kind, lo, rows[kind])
-                crc, done = state.crc(kind), 0
-                while done < n:
-                    block, filled = divmod(lo + done, size)
-                    m = min(size - filled, n - done)
-                    crc = extended(crc, rows[kind][done : done + m])
-                    done += m
-                    if filled + m == size:
-                        self._segments.write_checksum(kind, block, crc)
-                        crc = 0
-                crcs[kind] = crc
+            lo = at - state.origin
+            if self.header.max_rows is None:
+                while lo + n > self._segments.n_rows:
+                    self._segments.add(sparse=self._sparse)
+            crcs = {
+                kind: self._segments.extend(kind, lo, rows[kind], state.crc(kind))
+                for kind in self.header.kinds
+            }
             self._state = state._replace(
-                end=state.end + n,
+                end=at + n,
                 n_segments=len(self._segments),
                 k_crc=crcs["k"],
                 v_crc=crcs.get("v", 0),
             )
 
+    def must_commit(self, n_rows: int) -> bool:
+        """Whether appending so many rows to a ring commits first, to have the room of dropped ones.
+
+        Raises
+        ------
+        Full
+            More than `max_rows`.
+        """
+        with self._lock:
+            state, most = self._state, self.header.max_rows
+            if most is None:
+                return False
+            if state.end - state.start + n_rows > most:
+                raise Full(
+                    f"{self._file.where}: {state.end - state.start} rows, {n_rows} more do not fit "
+                    f"into {most}; drop_front the oldest first"
+                )
+            if not state.end:
+                return False
+            # What a crash would leave has to be whole until the drop is durable.
+            first = self._block_start(self._committed)
+            return state.end + n_rows - first > self._segments.n_rows
+
     def commit(self) -> None:
         """Make all appended rows, and what was dropped, durable and visible to others."""
+        self._commit(self._state.dropped)
+
+    def commit_appended(self) -> None:
+        """Commit without what was dropped: for layers that are to drop it together."""
+        self._commit(self._committed.dropped)
+
+    def _commit(self, dropped: int) -> None:
         with self._lock:
             self._check_writable()
-            before, state = self._committed, self._state
+            before, state = self._committed, self._state._replace(dropped=dropped)
             if state == before:
                 return
             self._file.sync()
             self._commits.store(state)
             self._committed = state
-            if self.header.max_rows is None:
-                lo, hi = (self._block_start(s) - s.origin for s in (before, state))
-                if before.origin == state.origin and lo < hi:
-                    self._segments.punch(lo, hi)
+            if before.origin == state.origin:
+                self._punch(self._block_start(before), state)
+
+    def _punch(self, start: int, state: State) -> None:
+        """Give back the room of rows from position `start` on that are dropped."""
+        stop = self._block_start(state)
+        if self.header.max_rows is None and start < stop:
+            self._segments.punch(start - state.origin, stop - state.origin)
 
     def flush(self) -> None:
-        """Commit; a real ``msync``: it returns when the disk has it."""
+        """Commit: on return the disk has it, as after ``msync`` of every map with ``MS_SYNC``.
+
+        Maps are read-only, and what is written with ``pwrite`` is in the same pages as they show;
+        ``fdatasync`` writes these out and waits for the disk, which is what ``msync`` does.
+        """
         self.commit()
 
     def drop_front(self, n_rows: int) -> None:
@@ -281,37 +311,30 @@ class FlatLayer(StoredLayer):
                 self._state = self._before
 
     def take_back(self, stop: int) -> None:
-        """Take the newest rows back, so that `stop` is one past the last; durable at once."""
+        """Take the newest rows back, so that `stop` is one past the last; durable at once.
+
+        Commits what else was appended and dropped. 0 takes all rows back, and leaves a layer that
+        never had any, unless some were dropped.
+        """
         with self._lock:
             self._check_writable()
             state = self._state
-            stop = check_whole(stop, f"{self._file.where}: take_back", state.start, state.end)
-            if stop == state.end:
+            if stop == 0 and state.start == state.origin:
+                new = state._replace(origin=0, dropped=0, end=0)
+            else:
+                where = f"{self._file.where}: take_back"
+                new = state._replace(end=check_whole(stop, where, state.start, state.end))
+            if new == state:
                 return
-            lo = (stop - state.origin) // self.header.block_rows * self.header.block_rows
+            hi = new.end - new.origin
+            lo = hi // self.header.block_rows * self.header.block_rows
             crcs: dict[Kind, int] = {"k": 0, "v": 0}
             for kind in self.header.kinds:
-                if lo < stop - state.origin:
-                    self._check_blocks(kind, state, lo, stop - state.origin)
-                    crcs[kind] = crc32c(self._segments.gather(kind, lo, stop - state.origin))
-            self._state = state._replace(
-                end=stop, epoch=state.epoch + 1, k_crc=crcs["k"], v_crc=crcs["v"]
+                crcs[kind] = crc32c(*self._checked(kind, state, lo, hi))
+            self._state = new._replace(
+                epoch=state.epoch + 1 & 0xFFFFFFFF, k_crc=crcs["k"], v_crc=crcs["v"]
             )
             self.commit()
-
-    def _make_room(self, state: State, n: int) -> None:
-        if self.header.max_rows is None:
-            while state.end - state.origin + n > self._segments.n_rows:
-                self._segments.add(sparse=self._sparse)
-            return
-        if state.end - state.start + n > self.header.max_rows:
-            raise Full(
-                f"{self._file.where}: {state.end - state.start} rows, {n} more do not fit into "
-                f"{self.header.max_rows}; drop_front the oldest first"
-            )
-        committed = self._committed
-        if state.end + n - self._block_start(committed) > self._segments.n_rows:
-            self.commit()  # the drop has to be durable before its slots are used again
 
     def _position(self, start: int | None) -> int:
         end = self._state.end
@@ -326,6 +349,8 @@ class FlatLayer(StoredLayer):
         if set(rows) != set(self.header.kinds):
             raise InvalidArgument(f"{self._file.where}: rows of {sorted(rows)}")
         for kind, x in rows.items():
+            if not isinstance(x, np.ndarray):
+                raise InvalidArgument(f"{self._file.where} {kind}: rows that are no array")
             size = self.header.row_bytes(kind)
             if x.dtype != np.uint8 or x.ndim != 2 or x.shape[1] != size:
                 raise InvalidArgument(
@@ -338,6 +363,6 @@ class FlatLayer(StoredLayer):
         return n.pop()
 
     def _check_writable(self) -> None:
-        self._file.fd  # noqa: B018  raises `Closed`
+        self._file.check_own()
         if not self._writable:
             raise InvalidArgument(f"{self._file.where}: opened to read; open it with mode='a'")

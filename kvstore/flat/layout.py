@@ -29,9 +29,12 @@ COMMIT_BYTES: Final = 512
 #: Segments begin at multiples of this, which every page size in use divides.
 SEGMENT_ALIGN: Final = 65536
 PAGE: Final = 4096
+FIRST_SEGMENT: Final = SEGMENT_ALIGN
 #: Past this many bytes of rows, segments do not get larger.
 MAX_SEGMENT_BYTES: Final = 1 << 30
 MAX_POSITION: Final = 1 << 48
+MAX_SEGMENTS: Final = 1 << 20
+_MAX_FILE_BYTES: Final = 1 << 62
 MAX_BLOCK_ROWS: Final = 1 << 16
 _BLOCK_BYTES: Final = 16384
 
@@ -332,7 +335,8 @@ def unpack_commit(data: bytes, tag: int, where: str) -> tuple[int, State] | None
         raise Unsupported(f"{where}: commit record of format {version}; upgrade to read it")
     if found_tag != tag:
         raise Corrupt(f"{where}: the commit record of another file")
-    if not (state.start <= state.end <= MAX_POSITION and state.n_segments >= 1):
+    possible = state.start <= state.end <= MAX_POSITION
+    if not (possible and 1 <= state.n_segments <= MAX_SEGMENTS):
         raise Corrupt(f"{where}: impossible commit record {state}")
     return sequence, state
 

@@ -9,16 +9,17 @@ from __future__ import annotations
 import mmap
 from bisect import bisect_right
 from collections.abc import Iterator
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from kvcodecs.errors import InvalidArgument, Truncated
 from kvcodecs.spec import Kind
 
+from .checksums import extended
 from .file import Bytes, LayerFile
-from .layout import COMMIT_OFFSETS, PAGE, SEGMENT_ALIGN, Header, Segment, segment_after
-
-FIRST_SEGMENT: Final = -(-(COMMIT_OFFSETS[1] + PAGE) // SEGMENT_ALIGN) * SEGMENT_ALIGN
+from .layout import FIRST_SEGMENT, PAGE, Header, Segment, segment_after
+from .pages import Advice
 
 
 class Run(NamedTuple):
@@ -86,37 +87,60 @@ class Segments:
         at = self._segments[run.segment].areas[kind][0] + run.slot * row_bytes
         return self._bytes(run.segment, at, run.n_rows * row_bytes).reshape(run.n_rows, row_bytes)
 
-    def gather(self, kind: Kind, lo: int, hi: int) -> Bytes:
-        """Return the rows with indices ``[lo, hi)`` in one piece; copied where they are not."""
-        parts = [self.rows(kind, run) for run in self.runs(lo, hi)]
-        if not parts:
-            return np.empty((0, self._header.row_bytes(kind)), np.uint8)
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+    def pick(self, kind: Kind, indices: npt.NDArray[np.int64]) -> Bytes:
+        """Return copies of single rows, ``(n, row_bytes)``; no page of others is touched."""
+        row_bytes = self._header.row_bytes(kind)
+        out = np.empty((len(indices), row_bytes), np.uint8)
+        firsts = np.array([segment.first for segment in self._segments])
+        if self._header.max_rows is not None:
+            numbers, slots = np.zeros_like(indices), indices % self._segments[0].rows
+        else:
+            numbers = np.searchsorted(firsts, indices, side="right") - 1
+            slots = indices - firsts[numbers]
+        if self._file.pread:
+            starts = np.array([segment.areas[kind][0] for segment in self._segments])
+            offsets = starts[numbers] + slots * row_bytes
+            for row, offset in zip(out, offsets.tolist(), strict=True):
+                self._file.read_into(offset, row.data)
+            return out
+        for number in np.unique(numbers).tolist():
+            chosen = numbers == number
+            wanted = slots[chosen]
+            area = self.rows(kind, Run(number, 0, int(wanted.max()) + 1))
+            out[chosen] = area[wanted]
+        return out
 
-    def write_rows(self, kind: Kind, lo: int, rows: Bytes) -> None:
-        """Write rows from index `lo` on."""
-        row_bytes, done = self._header.row_bytes(kind), 0
+    def extend(self, kind: Kind, lo: int, rows: Bytes, crc: int) -> int:
+        """Write rows from index `lo` on, and the checksums of blocks that they fill.
+
+        Parameters
+        ----------
+        crc
+            Checksum of the rows before `lo` in its block.
+
+        Returns
+        -------
+        crc
+            Of those in the block that is unfinished now.
+        """
+        row_bytes, size, done = self._header.row_bytes(kind), self._header.block_rows, 0
         for run in self.runs(lo, lo + len(rows)):
-            at = self._segments[run.segment].areas[kind][0] + run.slot * row_bytes
-            self._file.write(at, rows[done : done + run.n_rows])
+            part = rows[done : done + run.n_rows]
             done += run.n_rows
+            at, sums_at = self._segments[run.segment].areas[kind]
+            self._file.write(at + run.slot * row_bytes, part)
+            sums, crc = extended(part, run.slot % size, size, crc)
+            if len(sums):
+                self._file.write(sums_at + run.slot // size * 4, sums.astype("<u4"))
+        return crc
 
-    def checksums(self, kind: Kind, run: Run) -> list[int]:
-        """Return the stored checksums of the whole blocks of a run that begins with a block."""
-        size = self._header.block_rows
-        at = self._segments[run.segment].areas[kind][1] + run.slot // size * 4
-        found = self._bytes(run.segment, at, run.n_rows // size * 4)
-        return [int(crc) for crc in found.view("<u4")]
-
-    def write_checksum(self, kind: Kind, block: int, crc: int) -> None:
-        """Store the checksum of a block that is whole now."""
-        self._file.write(self._checksum_at(kind, block)[1], crc.to_bytes(4, "little"))
-
-    def _checksum_at(self, kind: Kind, block: int) -> tuple[int, int]:
-        lo = block * self._header.block_rows
-        run = next(self.runs(lo, lo + 1))
-        index = run.slot // self._header.block_rows
-        return run.segment, self._segments[run.segment].areas[kind][1] + 4 * index
+    def checksums(self, kind: Kind, lo: int, hi: int) -> npt.NDArray[np.uint32]:
+        """Return the stored checksums of the whole blocks ``[lo, hi)``."""
+        size, found = self._header.block_rows, [np.empty(0, np.uint32)]
+        for run in self.runs(lo * size, hi * size):
+            at = self._segments[run.segment].areas[kind][1] + run.slot // size * 4
+            found.append(self._bytes(run.segment, at, run.n_rows // size * 4).view("<u4"))
+        return np.concatenate(found)
 
     def areas(self, kind: Kind, n_rows: int) -> list[Bytes]:
         """Return the mapped rows of each segment, read-only: up to index `n_rows`, or a ring's."""
@@ -132,8 +156,8 @@ class Segments:
                 found.append(self.rows(kind, Run(number, 0, min(n, segment.rows))))
         return found
 
-    def advise(self, lo: int, hi: int, what: str) -> None:
-        """Advise the kernel about the rows with indices ``[lo, hi)``: see `LayerFile.advise`."""
+    def advise(self, lo: int, hi: int, what: Advice) -> None:
+        """Advise the kernel about the rows with indices ``[lo, hi)``: see `pages.advise`."""
         for run in self.runs(lo, hi):
             segment = self._segments[run.segment]
             for kind in self._header.kinds:
@@ -155,15 +179,21 @@ class Segments:
         self._file.advise(mapped, segment.offset, 0, segment.size, "random")
 
     def punch(self, lo: int, hi: int) -> None:
-        """Give back the room of whole pages of the rows with indices ``[lo, hi)``."""
+        """Give back the room of the rows with indices ``[lo, hi)``; those before are dropped too.
+
+        Whole pages: the last one may have rows that stay.
+        """
         for run in self.runs(lo, hi):
             for kind in self._header.kinds:
                 row_bytes = self._header.row_bytes(kind)
                 first = self._segments[run.segment].areas[kind][0]
-                at = first + run.slot * row_bytes
+                at = (first + run.slot * row_bytes) // PAGE * PAGE
                 end = (first + (run.slot + run.n_rows) * row_bytes) // PAGE * PAGE
-                at = -(-at // PAGE) * PAGE
                 self._file.punch(at, end - at)
+
+    def close(self) -> None:
+        """Let go of the maps; views of them keep theirs."""
+        self._maps = [None] * len(self._maps)
 
     def _bytes(self, number: int, offset: int, n_bytes: int) -> Bytes:
         if self._file.pread:

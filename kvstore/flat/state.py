@@ -23,6 +23,8 @@ from .layout import (
 )
 
 _READS: Final = 100
+#: From the first copy to the end of the second.
+_COPIES_BYTES: Final = COMMIT_OFFSETS[1] + COMMIT_BYTES - COMMIT_OFFSETS[0]
 
 
 class Commits:
@@ -30,6 +32,7 @@ class Commits:
 
     def __init__(self, file: LayerFile, header: bytes) -> None:
         self._file, self._tag = file, crc32c(header)
+        self._seen, self._state = b"", State()
         self.sequence = 0
         #: Whether both copies are whole, and whether they are the same.
         self.is_whole = self.is_same = True
@@ -43,11 +46,18 @@ class Commits:
             Neither copy is whole.
         """
         for _ in range(_READS):
-            found = [self._read(offset) for offset in COMMIT_OFFSETS]
+            data = self._file.read(COMMIT_OFFSETS[0], _COPIES_BYTES).tobytes()
+            if data == self._seen:
+                return self._state
+            found = [
+                unpack_commit(data[at : at + COMMIT_BYTES], self._tag, self._file.where)
+                for at in (0, COMMIT_OFFSETS[1] - COMMIT_OFFSETS[0])
+            ]
             whole = [record for record in found if record is not None]
             if whole:
                 self.sequence, state = max(whole, key=lambda record: record[0])
                 self.is_whole, self.is_same = len(whole) == 2, found[0] == found[1]
+                self._seen, self._state = data, state
                 return state
             # A writer may be at one of them, and the other one then is whole: look again.
         raise Corrupt(f"{self._file.where}: no whole commit record; restore a copy")
@@ -59,7 +69,14 @@ class Commits:
         self._file.sync()
         self._file.write(COMMIT_OFFSETS[1], record)
         self.sequence += 1
-        self.is_whole = self.is_same = True
+
+    def repair(self, state: State) -> None:
+        """Write anew the copy that is damaged, or older; `state` is what `load` found."""
+        record = pack_commit(state, self.sequence, self._tag)
+        for offset in COMMIT_OFFSETS:
+            if self._file.read(offset, COMMIT_BYTES).tobytes() != record:
+                self._file.write(offset, record)
+        self._file.sync()
 
     def check_copies(self) -> None:
         """Raise `Corrupt` if one of the copies is damaged."""
@@ -71,10 +88,6 @@ class Commits:
             f"{self._file.where}: a copy of the commit record is damaged; open it with mode='a', "
             "which writes it anew from the other one"
         )
-
-    def _read(self, offset: int) -> tuple[int, State] | None:
-        data = self._file.read(offset, COMMIT_BYTES).tobytes()
-        return unpack_commit(data, self._tag, self._file.where)
 
 
 def read_header(file: LayerFile) -> tuple[Header, Commits]:

@@ -10,33 +10,39 @@ from typing import Any, Final, Self, TypeVar
 import numpy as np
 import numpy.typing as npt
 from kvcodecs.errors import Corrupt, InvalidArgument, KvError, NotFound
-from kvcodecs.frame import crc32c_each, extend_crc32c
 from kvcodecs.ggml.schemes import Scheme
 from kvcodecs.spec import KINDS, Kind, KState, StreamSpec
 
 from ..forklock import ForkLock
 from ..identity import Model
-from .coding import Tensor, decode_rows
+from ..layout import check_threads
+from .checksums import block_checksums
+from .coding import RowCoder, Tensor
 from .file import Bytes, LayerFile
 from .layout import MAX_POSITION, Header, State, check_whole
+from .pages import Advice
 from .segments import Segments
 from .state import Commits
 
 _T = TypeVar("_T")
 
-#: Rows that `pieces` checks and hands out at a time.
+#: Rows that `pieces` and `verify` check at a time.
 _PIECE_ROWS: Final = 4096
 
 
 class StoredLayer:
-    """The rows of an open file; positions are those of tokens."""
+    """The rows of an open file; positions are those of tokens.
+
+    Safe to use from many threads, one after the other. In a forked child, a layer that its parent
+    appends to reads what is committed.
+    """
 
     def __init__(
         self, file: LayerFile, header: Header, commits: Commits, *, writable: bool
     ) -> None:
         self._file, self.header, self._commits = file, header, commits
         self._writable, self._lock = writable, ForkLock()
-        self._segments = Segments(header, file)
+        self._segments, self._coder = Segments(header, file), RowCoder(header)
         self._state = State()
         self._settle(commits.load())
 
@@ -57,7 +63,8 @@ class StoredLayer:
     @property
     def n_committed(self) -> int:
         """One past the position of the last committed row."""
-        return self._commits.load().end
+        with self._lock:
+            return self._commits.load().end
 
     @property
     def k_state(self) -> KState:
@@ -113,14 +120,19 @@ class StoredLayer:
             The file was cut, or a block is damaged.
         """
 
+        n_threads = check_threads(n_threads)
+        for kind in kinds:
+            if kind not in KINDS:
+                raise InvalidArgument(f"{self._file.where}: kind {kind!r}, expected 'k' or 'v'")
+
         def read(state: State, lo: int, hi: int) -> tuple[Tensor | None, Tensor | None]:
             found: dict[Kind, Tensor] = {}
             for kind in self.header.kinds:
-                if kind not in kinds:
-                    continue
-                self._check_blocks(kind, state, lo, hi)
-                rows, first = self._segments.gather(kind, lo, hi), state.origin + lo
-                found[kind] = decode_rows(self.header, kind, rows, first, k_state, dtype, n_threads)
+                if kind in kinds:
+                    parts, first = self._checked(kind, state, lo, hi, n_threads), state.origin + lo
+                    found[kind] = self._coder.decode(
+                        kind, parts, first, k_state, dtype, n_threads, self._file.where
+                    )
             return found.get("k"), found.get("v")
 
         return self._consistent(start, stop, read)
@@ -146,54 +158,64 @@ class StoredLayer:
         """Return single rows, in the order asked for, ``(heads, n, head_dim)`` each.
 
         Only the pages of these rows are touched, so they are *not* checked against a checksum.
+
+        Raises
+        ------
+        NotFound, InvalidArgument, Truncated
+            As `read_rows`, for any of the positions.
         """
-        with self._lock:
-            state = self._now()
-            places = [check_whole(int(p), "position", 0, MAX_POSITION) for p in positions]
-            for place in places:
-                self._check_range(state, place, place + 1)
+        given = np.asarray(positions)
+        if given.size and not np.issubdtype(given.dtype, np.integer):
+            raise InvalidArgument(f"{self._file.where}: positions of dtype {given.dtype}")
+        places = given.astype(np.int64).reshape(-1)
+
+        def read(state: State, lo: int, hi: int) -> tuple[Tensor, Tensor | None]:
             found: dict[Kind, Tensor] = {}
             for kind in self.header.kinds:
-                rows = np.empty((len(places), self.header.row_bytes(kind)), np.uint8)
-                for i, place in enumerate(places):
-                    at = place - state.origin
-                    rows[i] = self._segments.gather(kind, at, at + 1)[0]
-                found[kind] = decode_rows(self.header, kind, rows, places, k_state, dtype, 1)
-            after = self._now()
-            for place in places:
-                self._check_range(after, place, place + 1)
-        return found["k"], found.get("v")
+                rows = self._segments.pick(kind, places - state.origin)
+                found[kind] = self._coder.decode(
+                    kind, [rows], places, k_state, dtype, 1, self._file.where
+                )
+            return found["k"], found.get("v")
+
+        if not places.size:
+            start = self._now().start
+            return self._consistent(start, start, read)
+        return self._consistent(int(places.min()), int(places.max()) + 1, read)
 
     def pieces(
         self, start: int, stop: int, n_threads: int = 1
     ) -> Iterator[tuple[int, int, Bytes, Bytes]]:
         """Yield ``(start, stop, k_rows, v_rows)`` of successive rows, checked, as stored.
 
+        Rows are views of the map, good until the next ones are asked for.
+
         Raises
         ------
         NotFound
-            Rows that were dropped or taken back, also those yielded last, when going on.
+            Rows that were dropped or taken back, also while the caller had them: what was made of
+            them is worth nothing.
+        InvalidArgument, Truncated, Corrupt
+            As `read_rows`.
         """
         self.header.spec("v")
+
+        def read(state: State, lo: int, hi: int) -> tuple[State, Bytes, Bytes]:
+            run = next(self._segments.runs(lo, hi))
+            hi = lo + run.n_rows
+            k, v = (self._checked(kind, state, lo, hi, n_threads)[0] for kind in KINDS)
+            return state, k, v
+
         while start < stop:
-
-            def read(state: State, lo: int, hi: int) -> tuple[State, int, Bytes, Bytes]:
-                run = next(self._segments.runs(lo, hi))
-                for kind in ("k", "v"):
-                    self._check_blocks(kind, state, lo, lo + run.n_rows, n_threads)
-                k, v = (self._segments.rows(kind, run) for kind in ("k", "v"))
-                return state, run.n_rows, k, v
-
-            size = self.header.block_rows
-            end = min(stop, start + max(_PIECE_ROWS // size, 1) * size)
-            state, n, k, v = self._consistent(start, end, read)
-            yield start, start + n, k, v
-            if not self._still_there(state, self._now(), start):
+            end = min(stop, self._piece_stop(self._now(), start))
+            state, k, v = self._consistent(start, end, read)
+            yield start, start + len(k), k, v
+            if not self._still_there(state, start):
                 raise NotFound(
-                    f"{self._file.where}: rows [{start}, {start + n}) were dropped or taken back "
-                    "while they were read; read again"
+                    f"{self._file.where}: rows [{start}, {start + len(k)}) were dropped or taken "
+                    "back while they were read; read again"
                 )
-            start += n
+            start += len(k)
 
     def stored_rows(self, kind: Kind, start: int, stop: int) -> Bytes:
         """Return rows of positions ``[start, stop)`` as stored, ``(n, row_bytes)``, checked.
@@ -203,11 +225,10 @@ class StoredLayer:
         NotFound, InvalidArgument, Truncated, Corrupt
             As `read_rows`.
         """
-        self.header.spec(kind)
+        none = np.empty((0, self.header.row_bytes(kind)), np.uint8)
 
         def read(state: State, lo: int, hi: int) -> Bytes:
-            self._check_blocks(kind, state, lo, hi)
-            return np.array(self._segments.gather(kind, lo, hi))
+            return np.concatenate([none, *self._checked(kind, state, lo, hi)])
 
         return self._consistent(start, stop, read)
 
@@ -232,7 +253,11 @@ class StoredLayer:
             self._segments.advise_random()
 
     def release(self, start: int | None = None, stop: int | None = None) -> None:
-        """Let pages of rows go from memory; they are read again from the file when needed."""
+        """Let pages of rows go from memory; they are read again from the file when needed.
+
+        Pages that are not on the disk yet stay, so `commit` first. Memory without a file goes to
+        the swap, if there is any.
+        """
         state = self._now()
         lo = state.start if start is None else start
         self._advise(lo, state.end if stop is None else stop, "release")
@@ -250,27 +275,37 @@ class StoredLayer:
         Corrupt, Truncated
             What is damaged, named.
         """
+        n_blocks, size = 0, self.header.block_rows
+
+        def check(state: State, lo: int, hi: int) -> list[Corrupt]:
+            return [d for kind in self.header.kinds for d in self._read(kind, state, lo, hi)[1]]
+
         with self._lock:
-            state, n_blocks = self._now(), 0
+            at = self.start
             with _told(on_damage):
                 self._commits.check_copies()
             with _told(on_damage):
                 self._segments.check_whole()
-                size = self.header.block_rows
-                lo = self._block_start(state) - state.origin
-                for block in range(lo, state.end - state.origin, size):
-                    for kind in self.header.kinds:
+                while at < (state := self._now()).end:
+                    stop = min(self._piece_stop(state, at), state.end)
+                    try:
+                        damage = self._consistent(at, stop, check)
+                    except NotFound:  # another process has dropped rows
+                        at = self.start
+                        continue
+                    for each in damage:
                         with _told(on_damage):
-                            self._check_blocks(
-                                kind, state, block, min(block + size, state.end - state.origin)
-                            )
-                        n_blocks += 1
-            return n_blocks
+                            raise each
+                    lo, hi = at - state.origin, stop - state.origin
+                    n_blocks += (-(-hi // size) - lo // size) * len(self.header.kinds)
+                    at = stop
+        return n_blocks
 
     def close(self) -> None:
         """Close; what is not committed is lost. Views that `raw_rows` gave stay."""
         with self._lock:
             self._file.close()
+            self._segments.close()
 
     def renamed(self, path: str) -> None:
         """Note that its file has another name now."""
@@ -301,20 +336,32 @@ class StoredLayer:
 
     def _settle(self, state: State) -> None:
         self._segments.know(state.n_segments)
+        if state.end - self._block_start(state) > self._segments.n_rows or (
+            self.header.max_rows is None and state.end - state.origin > self._segments.n_rows
+        ):
+            raise Corrupt(f"{self._file.where}: impossible commit record {state}")
         self._state = state
 
     def _now(self) -> State:
         """Return what there is: as appended here, or as committed by another."""
         with self._lock:
             self._file.fd  # noqa: B018  raises `Closed`
-            if not self._writable:
+            if not self._writable or self._file.is_inherited:
                 self._settle(self._commits.load())
             return self._state
 
     def _block_start(self, state: State) -> int:
         """Position of the first row of the first block that is still there."""
+        return self._floor(state, state.start)
+
+    def _floor(self, state: State, position: int) -> int:
+        """Position of the first row of the block of a row."""
+        return position - (position - state.origin) % self.header.block_rows
+
+    def _piece_stop(self, state: State, start: int) -> int:
+        """One past the last row that is checked together with `start`: whole blocks."""
         size = self.header.block_rows
-        return state.origin + (state.start - state.origin) // size * size
+        return self._floor(state, start) + max(_PIECE_ROWS // size, 1) * size
 
     def _check_range(self, state: State, start: int, stop: int) -> None:
         what = f"{self._file.where}: rows [{start}, {stop})"
@@ -338,40 +385,59 @@ class StoredLayer:
                     found = read(state, start - state.origin, stop - state.origin)
                 except Corrupt as error:
                     damage = error
-                if self._still_there(state, self._now(), start):
+                if self._still_there(state, start):
                     if damage is not None:
                         raise damage
                     return found
                 # What was read may have been written over meanwhile.
 
-    def _still_there(self, before: State, after: State, start: int) -> bool:
-        """Whether nobody may have written over rows from `start` on that there were before."""
-        same = after.epoch == before.epoch and after.origin == before.origin
-        return same and self._block_start(after) <= max(self._block_start(before), start)
+    def _still_there(self, before: State, start: int) -> bool:
+        """Whether rows from position `start` on are what they were."""
+        now = self._now()
+        if now.epoch != before.epoch or now.origin != before.origin:
+            return False
+        return self._block_start(now) <= max(self._block_start(before), start)
 
-    def _check_blocks(self, kind: Kind, state: State, lo: int, hi: int, n_threads: int = 1) -> None:
-        """Check the blocks that the rows with indices ``[lo, hi)`` touch."""
+    def _checked(
+        self, kind: Kind, state: State, lo: int, hi: int, n_threads: int | None = None
+    ) -> list[Bytes]:
+        """Return what `_read` does; raise the first damage."""
+        parts, damage = self._read(kind, state, lo, hi, n_threads)
+        if damage:
+            raise damage[0]
+        return parts
+
+    def _read(
+        self, kind: Kind, state: State, lo: int, hi: int, n_threads: int | None = None
+    ) -> tuple[list[Bytes], list[Corrupt]]:
+        """Return the rows with indices ``[lo, hi)``, one array for each run of them, and damage.
+
+        The blocks that they touch are checked whole.
+        """
+        if lo == hi:
+            return [], []
         size, end = self.header.block_rows, state.end - state.origin
-        first = lo // size * size
-        # Segments are whole blocks: none is in two runs.
-        for run in self._segments.runs(first, min(-(-hi // size) * size, end)):
-            rows, n_whole = self._segments.rows(kind, run), run.n_rows // size
-            blocks = rows[: n_whole * size].reshape(n_whole, size * rows.shape[1])
-            found = crc32c_each(list(blocks), n_threads).tolist()
-            stored = self._segments.checksums(kind, run)
-            if n_whole * size < run.n_rows:
-                found.append(extended(0, rows[n_whole * size :]))
-                stored.append(state.crc(kind))
-            for one, other in zip(found, stored, strict=True):
-                stop = min(first + size, end)
-                if one != other:
-                    raise Corrupt(
-                        f"{self._file.where}: {kind} rows [{state.origin + first}, "
-                        f"{state.origin + stop}): wrong checksum; restore a copy"
-                    )
-                first = stop
+        first, last = lo // size * size, min(-(-hi // size) * size, end)
+        parts = [self._segments.rows(kind, run) for run in self._segments.runs(first, last)]
+        found = block_checksums(parts, size, n_threads)
+        stored = self._segments.checksums(kind, first // size, last // size)
+        if last % size:
+            stored = np.append(stored, np.uint32(state.crc(kind)))
+        damage = []
+        for block in np.flatnonzero(found != stored).tolist():
+            at = state.origin + first + block * size
+            stop = min(at + size, state.origin + last)
+            damage.append(
+                Corrupt(
+                    f"{self._file.where}: {kind} rows [{at}, {stop}): wrong checksum; restore a "
+                    "copy"
+                )
+            )
+        parts[0] = parts[0][lo - first :]
+        parts[-1] = parts[-1][: len(parts[-1]) - (last - hi)]
+        return parts, damage
 
-    def _advise(self, start: int, stop: int, what: str) -> None:
+    def _advise(self, start: int, stop: int, what: Advice) -> None:
         with self._lock:
             state = self._now()
             lo, hi = max(start, state.start), min(stop, state.end)
@@ -387,8 +453,3 @@ def _told(on_damage: Callable[[KvError], object] | None) -> Iterator[None]:
         if on_damage is None:
             raise
         on_damage(error)
-
-
-def extended(crc: int, data: Bytes) -> int:
-    """Return the checksum of what `crc` is of, and `data` after it."""
-    return extend_crc32c(crc, np.ascontiguousarray(data))

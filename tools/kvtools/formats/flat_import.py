@@ -24,7 +24,7 @@ from kvcodecs.spec import Kind
 import kvstore
 from kvstore import Model, flat, keys
 from kvstore.flat.file import Bytes
-from kvstore.flat.session import read_session
+from kvstore.flat.folder import read_session
 from kvstore.layout import new_layout
 from kvstore.metadata import canonical_json
 from kvstore.migration.needed import make_item

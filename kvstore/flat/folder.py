@@ -1,0 +1,229 @@
+"""Folders of flat layers: made whole, opened, and made even after a crash."""
+
+from __future__ import annotations
+
+import builtins
+import os
+import secrets
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import numpy as np
+from kvcodecs.errors import Corrupt, InvalidArgument, NotFound, Unsupported
+from kvcodecs.frame import seal_record
+from kvcodecs.spec import KState
+
+from ..files import sync_folder
+from ..identity import Model, check_model
+from ..metadata import canonical_json
+from ..mismatch import check_identity
+from ..place import FLAT_SIGN
+from ..records import load_json, read_count
+from .asking import Schemes, make_header
+from .file import LayerFile
+from .layer import FlatLayer
+from .layout import Header
+from .session import FlatSession
+from .system_errors import translate
+
+SESSION_MAGIC: Final = b"KVFS"
+SESSION_FILE: Final = FLAT_SIGN
+FORMAT: Final = 1
+
+
+def create(
+    path: str | os.PathLike[str],
+    model: Model,
+    *,
+    scheme: Schemes = "q8_0",
+    store_k: KState = "pre",
+    capacity: int = 1024,
+    max_rows: int | None = None,
+    sparse: bool = False,
+    pread: bool = False,
+) -> FlatSession:
+    """Create a folder of flat layers, one for each layer of `model`; it appears when it is whole.
+
+    Parameters
+    ----------
+    scheme, store_k, capacity, max_rows, sparse, pread
+        As for `FlatLayer.create`.
+
+    Raises
+    ------
+    InvalidArgument
+        Something of that name is there, or rows of a layer that are not whole blocks.
+    Full
+        No room on the disk.
+    """
+    check_model(model)
+    target = Path(path)
+    taken = f"{target}: exists already; give another name, or remove it"
+    if os.path.lexists(target):
+        raise InvalidArgument(taken)
+    if not target.parent.is_dir():
+        raise NotFound(f"{target.parent}: no such directory")
+    number = secrets.randbits(62) | 1
+    headers = _headers(model, scheme, store_k, capacity, max_rows, number)
+    partial = target.parent / f".{target.name}.{secrets.token_hex(4)}.partial"
+    layers: list[FlatLayer] = []
+    try:
+        partial.mkdir()
+    except OSError as error:
+        raise translate(error, os.fspath(target)) from error
+    try:
+        for index, header in enumerate(headers):
+            layer = FlatLayer.from_header(
+                os.fspath(partial / layer_file(index)), header, sparse=sparse, pread=pread
+            )
+            layers.append(layer)
+        data = {"format": FORMAT, "session": number, "model": model.to_json()}
+        with builtins.open(partial / SESSION_FILE, "xb") as file:
+            file.write(seal_record(SESSION_MAGIC, canonical_json(data)))
+            file.flush()
+            os.fsync(file.fileno())
+        sync_folder(os.fspath(partial))
+        try:
+            os.rename(partial, target)
+        except OSError as error:
+            raise (InvalidArgument(taken) if os.path.lexists(target) else error) from error
+        sync_folder(os.fspath(target.parent))
+    except BaseException:
+        for layer in layers:
+            layer.close()
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    for index, layer in enumerate(layers):
+        layer.renamed(os.fspath(target / layer_file(index)))
+    return FlatSession(os.fspath(target), model, layers)
+
+
+def open(
+    path: str | os.PathLike[str],
+    mode: Literal["r", "a"] = "r",
+    *,
+    expect: Model | None = None,
+    pread: bool = False,
+    sparse: bool = False,
+) -> FlatSession:
+    """Open a folder of flat layers to read, or to append.
+
+    Raises
+    ------
+    NotFound, Truncated, Corrupt, Unsupported
+        There is none, a file is missing or was cut or damaged, or is of a newer release.
+    IdentityMismatch
+        Another model than `expect`.
+    Locked
+        ``mode="a"``, and somebody else appends.
+    """
+    folder = Path(path)
+    model, number = read_session(folder)
+    if expect is not None:
+        check_identity(model, expect, os.fspath(folder))
+    layers: list[FlatLayer] = []
+    try:
+        for index in range(model.n_layers):
+            where = os.fspath(folder / layer_file(index))
+            try:
+                layer = FlatLayer.open(where, mode, pread=pread, sparse=sparse)
+            except NotFound:
+                raise Corrupt(f"{where}: missing; restore a copy of the folder") from None
+            layers.append(layer)
+            layer.check_belongs(number, index, model)
+        session = FlatSession(os.fspath(folder), model, layers)
+        _check_common(session)
+        if mode == "a":
+            _make_even(session)
+    except BaseException:
+        for layer in layers:
+            layer.close()
+        raise
+    return session
+
+
+def anonymous(
+    model: Model,
+    *,
+    scheme: Schemes = "q8_0",
+    store_k: KState = "pre",
+    capacity: int = 1024,
+    max_rows: int | None = None,
+) -> FlatSession:
+    """Return flat layers in memory that the kernel may swap, gone when they are closed."""
+    check_model(model)
+    headers = _headers(model, scheme, store_k, capacity, max_rows, 0)
+    layers = [FlatLayer.from_header(None, h, sparse=True, pread=False) for h in headers]
+    return FlatSession("anonymous session", model, layers)
+
+
+def layer_file(layer: int) -> str:
+    """Return what the file of a layer is called."""
+    return f"layer-{layer:05}.kvf"
+
+
+def _headers(
+    model: Model,
+    scheme: Schemes,
+    store_k: KState,
+    capacity: int,
+    max_rows: int | None,
+    session: int,
+) -> list[Header]:
+    return [
+        make_header(
+            model.stream(index, "k"),
+            model.stream(index, "v") if model.has_stream(index, "v") else None,
+            scheme, store_k, capacity, max_rows, session, index,
+        )
+        for index in range(model.n_layers)
+    ]  # fmt: skip
+
+
+def _check_common(session: FlatSession) -> None:
+    starts = [layer.start for layer in session.layers]
+    stops = [layer.stop for layer in session.layers]
+    if all(stops) and max(starts) > min(stops):
+        raise Corrupt(
+            f"{session.where}: layer {int(np.argmax(starts))} begins at {max(starts)}, and layer "
+            f"{int(np.argmin(stops))} ends at {min(stops)}; restore a copy of the folder"
+        )
+
+
+def _make_even(session: FlatSession) -> None:
+    """Take back, and drop, what layers have more than others after a crash in a commit."""
+    start, stop = session.start, session.stop
+    for layer in session.layers:
+        if layer.stop > stop:
+            try:
+                layer.take_back(stop)
+            except InvalidArgument as error:
+                raise Corrupt(f"{error}; restore a copy of the folder") from error
+    for layer in session.layers:
+        layer.drop_front(max(0, start - layer.start))
+        layer.commit()
+
+
+def read_session(folder: Path) -> tuple[Model, int]:
+    """Return the model of a session and its number; `NotFound`, `Corrupt` or `Unsupported`."""
+    where = os.fspath(folder / SESSION_FILE)
+    try:
+        file = LayerFile.open(where, write=False, pread=True)
+    except NotFound:
+        raise NotFound(f"{folder}: no session of flat layers there") from None
+    try:
+        data = file.read(0, file.size).tobytes()
+    finally:
+        file.close()
+    fields: Mapping[str, Any] = load_json(SESSION_MAGIC, data, where)
+    version = fields.get("format")
+    if type(version) is not int or version < 1:
+        raise Corrupt(f"{where}: format {version!r}")
+    if version > FORMAT:
+        raise Unsupported(f"{where}: format {version}, this release reads up to {FORMAT}; upgrade")
+    try:
+        return Model.from_json(fields["model"]), read_count(fields["session"])
+    except (KeyError, ValueError) as error:
+        raise Corrupt(f"{where}: {error!r}") from error
