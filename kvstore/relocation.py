@@ -11,10 +11,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from kvcodecs.codec import CodedRows
 from kvcodecs.errors import InvalidArgument, NotFound
 
 from . import keys
@@ -26,7 +26,7 @@ from .prefix_upkeep import add_entries
 from .session_record import Part, SessionRecord, StreamName, StreamState
 from .sharing import claims_of, put_record
 from .spans import head_of, header_of, id_parts_until
-from .stream import StoredRows
+from .stored_rows import StoredRows, stored_rows
 from .token_ids import CHUNK_TOKENS, pack_ids, read_ids
 from .users import is_prefix
 from .writer import PASS_TOKENS, SessionWriter
@@ -288,19 +288,10 @@ def _stored_rows(source: Session, start: int, stop: int) -> dict[StreamName, Sto
         record = source._record(snapshot)
         _check(record, start, stop, source._where)
         for layer, kind in record.streams:
-            rows, streams = [], set()
-            for piece in pieces(record, layer, kind, start, stop):
-                coding, header, payload = source._reader.open(snapshot, piece, layer, kind)
-                if not coding.codec.rows_stand_alone:
-                    break
-                streams.add((coding.codec.number, coding.tag))
-                whole = CodedRows(memoryview(bytes(payload)), header.n_tokens, header.error)
-                rows.append(
-                    whole.cut(piece.start - piece.first_token, piece.stop - piece.first_token)
-                )
-            else:
-                if len(streams) == 1:
-                    found[layer, kind] = StoredRows(*streams.pop(), tuple(rows))
+            todo = partial(pieces, record, layer, kind, start, stop)
+            rows = stored_rows(source._reader, snapshot, todo)
+            if rows is not None:
+                found[layer, kind] = rows.kept()
     return found
 
 

@@ -31,6 +31,7 @@ from kvcodecs.spec import F32, Kind, KState, StreamSpec
 from . import keys
 from .records import HEADER_MAGIC, located
 from .session_record import StreamState
+from .stored_rows import StoredRows
 
 Put = tuple[bytes, bytes | None]  # None deletes
 
@@ -58,23 +59,6 @@ class Prepared:
     params: Any
     dtype: str
     post: bool
-
-
-@dataclass(frozen=True, slots=True)
-class StoredRows:
-    """Tokens as another stream stores them, its codec one with `rows_stand_alone`.
-
-    Attributes
-    ----------
-    codec, tag
-        Number of the codec, and the tag of the stream's header.
-    rows
-        Successive rows.
-    """
-
-    codec: int
-    tag: int
-    rows: tuple[CodedRows, ...]
 
 
 class StreamWriter:
@@ -236,8 +220,7 @@ class StreamWriter:
             tag = header_tag(self._codec.pack(params))
         if (stored.codec, stored.tag) != (self._codec.number, tag):
             return None
-        n_tokens = sum(rows.n_tokens for rows in stored.rows)
-        return Prepared(lambda: stored.rows, n_tokens, params, "float32", post=False)
+        return Prepared(stored.chunks, stored.n_tokens, params, "float32", post=False)
 
     def push(
         self,

@@ -31,7 +31,8 @@ from .room import Room
 from .session_record import MAX_TOKENS, SessionRecord, StreamName
 from .sharing import claims_of, put_record, settled
 from .spans import header_of
-from .stream import Prepared, StoredRows, StreamWriter
+from .stored_rows import StoredRows
+from .stream import Prepared, StreamWriter
 from .token_ids import CHUNK_TOKENS, Ids, check_ids, pack_ids, read_ids
 
 Tensor: TypeAlias = npt.NDArray[Any]

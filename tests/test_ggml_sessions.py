@@ -175,6 +175,55 @@ def test_ranges_are_copied_row_by_row_wherever_they_lie(path, scheme, at, block_
         assert other.append_range(source, 21, 150).max_error > 0
 
 
+@some
+def test_migrations_copy_the_rows_of_schemes_that_stay(path, scheme):
+    x = values(120)
+    with kvstore.open(path, "a") as archive:
+        codec = {"k": GGML(scheme), "v": KVR1(step=0.25)}
+        options = {"model": MODEL, "block_tokens": 16, "fit_tokens": 20}
+        session = archive.create_session("s", codec=codec, **options)
+        add(session, x, 0, 120)
+        session.commit()
+        fork = session.fork("fork", at=75)
+        add(fork, x, 75, 100)
+        fork.commit()
+        session.fork("bare", at=53)
+        fork.trim_front(20)
+        ranges = archive.create_session("ranges", codec=GGML(scheme), **options)
+        ranges.append_range(session, 7, 60)
+    there = path.with_name("b.kv")
+    done = kvstore.migrate(path, there, codec={"k": GGML(scheme), "v": GGML("q4_1")})
+    assert done.recoded == ["bare", "fork", "ranges", "s"]
+    with kvstore.open(path) as a, kvstore.open(there) as b:
+        for name in b.names():
+            for layer in (0, 1):
+                (old, error), (new, now) = (rows_of(z.session(name), layer, "k") for z in (a, b))
+                np.testing.assert_array_equal(new, old)
+                assert now.max_error == error.max_error
+            assert b.session(name).info().n_recoded == 1
+        assert b.verify(decode=True).ok
+
+
+@some
+def test_migrated_ranges_are_not_coded_anew(path, scheme):
+    x = values(100)
+    with kvstore.open(path, "a") as archive:
+        options = {"model": MODEL, "codec": GGML(scheme), "block_tokens": 16}
+        source = archive.create_session("source", **options)
+        source.append(x[0], x[1], token_ids=np.arange(100))
+        source.commit()
+        archive.create_session("s", **options).append_range(source, 32, 83)
+    there = path.with_name("b.kv")
+    done = kvstore.migrate(path, there, codec=GGML(scheme), with_ranges=True)
+    assert done.recoded == ["s"]
+    with kvstore.open(path) as a, kvstore.open(there) as b:
+        for kind in ("k", "v"):
+            old, new = (rows_of(z.session("s"), 1, kind) for z in (a, b))
+            np.testing.assert_array_equal(new[0], old[0])
+        assert b.session("s").info().n_recoded == 0
+        assert b.verify(decode=True).ok
+
+
 def test_ranges_across_archives_and_kinds_of_codec(path):
     x = values(100)
     with kvstore.open(path, "a") as a, kvstore.open(path.with_name("b.kv"), "a") as b:

@@ -7,9 +7,10 @@ measured. The new frames record a bound on the error against the originals, bloc
 * sum of squares: ``(sqrt(old) + sqrt(new)) ** 2``, by the triangle inequality. Where an old frame
   has more tokens than are taken from it, all of its sum counts.
 
-Where the old error is unknown the new one is. The coded session stands alone: tokens of parts and
-of raw heads become blocks of its own, and blocks before a trim are left out, so that its streams
-start where the first block that was kept does.
+Where the old error is unknown the new one is. A stream that stays in its `ggml` scheme is not coded
+anew: its rows are copied, with the errors that their frames say. The coded session stands alone:
+tokens of parts and of raw heads become blocks of its own, and blocks before a trim are left out, so
+that its streams start where the first block that was kept does.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from hashlib import blake2b
 from typing import Final
 
 import numpy as np
-from kvcodecs.codec import CodecConfig
+from kvcodecs.codec import CodecConfig, codec_for
 from kvcodecs.frame import ErrorStats, open_frame, pack_frame
-from kvcodecs.spec import F32, Kind
+from kvcodecs.spec import F32, Kind, StreamSpec
 
 from .. import keys
 from ..backend import Snapshot, Transaction
@@ -36,7 +37,8 @@ from ..reader import Reader
 from ..session_record import SessionRecord, StreamName, StreamState
 from ..spans import head_of, spans_of
 from ..stored_frame import first_value
-from ..stream import Put
+from ..stored_rows import StoredRows, stored_rows
+from ..stream import Prepared, Put, StreamWriter
 from ..token_ids import CHUNK_TOKENS, pack_ids, read_id_chunk
 from ..writer import SPILL_BYTES
 from .moving import Target
@@ -80,7 +82,15 @@ def recoded_record(item: Item, codecs: Mapping[Kind, CodecConfig]) -> SessionRec
         },
         parts=(),
         id_parts=(),
-        n_recoded=record.n_recoded + 1,
+        n_recoded=record.n_recoded + (not _is_copied(record, codecs)),
+    )
+
+
+def _is_copied(record: SessionRecord, codecs: Mapping[Kind, CodecConfig]) -> bool:
+    """Whether all rows stay as they are, to stand alone."""
+    return all(
+        record.codecs[kind] == config and codec_for(config).rows_stand_alone
+        for kind, config in codecs.items()
     )
 
 
@@ -180,6 +190,16 @@ class _Decoded:
         if self._keeps:
             self._kept = kept
 
+    def stored(self) -> StoredRows | None:
+        """Return the tokens as they are stored, if their rows can be copied."""
+        passing = Passing(self._snapshot)
+
+        def done(payload: memoryview) -> None:
+            self.n_bytes += payload.nbytes
+            passing.add(payload)
+
+        return stored_rows(self._reader, self._snapshot, self._pieces, done)
+
     def error_of(self, start: int, stop: int) -> ErrorStats:
         """Return a bound on the error of tokens that have been yielded; asked in order."""
         while self.errors and self.errors[0][1] <= start:
@@ -233,18 +253,16 @@ def recode_stream(
     if decoded.n_tokens == 0:
         return writer.state, 0
     spec = item.model.stream(layer, kind)
-    post = new.post and spec.rope is not None
-    if decoded.n_tokens < new.fit_tokens:
-        for _ in decoded.chunks():
-            pass
-    dtype = decoded.dtypes.pop() if len(decoded.dtypes) == 1 else "float32"
-    prepared = writer.prepare(decoded.chunks, decoded.n_tokens, "post" if post else "pre", dtype)
+    stored = decoded.stored()
+    copied = None if stored is None else writer.prepare_rows(stored)
+    prepared = copied or _prepared(writer, decoded, new, spec)
 
     def store(puts: Iterator[Put] | list[Put]) -> None:
         for key, value in sorted(
             ((k, v) for k, v in puts if v is not None), key=lambda put: put[0][:1] in _LAST
         ):
-            sink.add(key, _with_error(value, decoded, where) if key[:1] in _FRAMES else value)
+            is_coded = key[:1] in _FRAMES and copied is None
+            sink.add(key, _with_error(value, decoded, where) if is_coded else value)
 
     def on_seal() -> None:
         store(writer.take_sealed())
@@ -257,6 +275,18 @@ def recode_stream(
     sink.flush()
     advance(decoded.n_tokens, decoded.n_bytes)
     return writer.state, sink.n_bytes
+
+
+def _prepared(
+    writer: StreamWriter, decoded: _Decoded, new: SessionRecord, spec: StreamSpec
+) -> Prepared:
+    """Return the decoded tokens, ready to be coded anew."""
+    post = new.post and spec.rope is not None
+    if decoded.n_tokens < new.fit_tokens:
+        for _ in decoded.chunks():
+            pass
+    dtype = decoded.dtypes.pop() if len(decoded.dtypes) == 1 else "float32"
+    return writer.prepare(decoded.chunks, decoded.n_tokens, "post" if post else "pre", dtype)
 
 
 _FRAMES: Final = (keys.FRAME, keys.TAIL, keys.HEAD)
