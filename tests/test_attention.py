@@ -170,11 +170,15 @@ def test_after_forks_trims_and_truncations(archive, sample, codec):
     check(fork, q)
 
 
-def test_ranges_appended_from_elsewhere(archive, sample):
-    source = session_of(archive, sample, GGML("q8_0"), 400)
-    session = session_of(archive, sample, GGML("q8_0"), 256, name="t")
+@pytest.mark.parametrize("codec", ["kvr1", "q8_0", "mixed"])
+def test_ranges_appended_from_elsewhere(archive, sample, codec):
+    source = session_of(archive, sample, CODECS[codec], 400)
+    session = session_of(archive, sample, CODECS[codec], 256, name="t")
     session.append_range(source, 128, 384)
-    check(session, queries(sample, 1, 3), 1)
+    session.append_range(source, 31, 190)
+    for layer in (0, 1):
+        check(session, queries(sample, layer, 3), layer)
+        check(session, queries(sample, layer, 3), layer, start=250, stop=530, causal=True)
 
 
 def layers_of(model, n, seed=0):
@@ -232,10 +236,14 @@ def test_layers_without_v(archive):
         attend(np.ones((1, 64), np.float32), session, 0)
 
 
-def test_sinks(archive, sample):
+@pytest.mark.parametrize(
+    "codec",
+    [GGML("q8_0"), KVR1(step=0.5, sink=4, sink_div=16), TKV1(step=0.5, sink=4, sink_div=16)],
+)
+def test_sinks(archive, sample, codec):
     k, v = [x.astype(np.float32) for x in sample.k], sample.v
     k[0][:, :4] *= 100
-    session = archive.create_session("s", model=sample.model, codec=GGML("q8_0"))
+    session = archive.create_session("s", model=sample.model, codec=codec)
     session.append(k, v)
     session.commit()
     q = queries(sample, 0, 3) * 30
