@@ -225,6 +225,17 @@ def test_every_geometry(archive, codec):
         check(session, q, layer, causal=True)
         check(session, q, layer, k_state="pre")
         check(session, q, layer, window=40, first_query=250)
+        if codec == "kvr1" or layer == 4:
+            continue
+        with FlatLayer.anonymous(
+            heads=spec.heads, head_dim=spec.head_dim_k, head_dim_v=spec.head_dim_v,
+            rope=model.stream(layer, "k").rope, scheme=codec,
+        ) as rows:  # fmt: skip
+            rows.append(k[layer], v[layer])
+            found, expected = (
+                attend(q, *source, causal=True) for source in ((rows,), (session, layer))
+            )
+            np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 def test_layers_without_v(archive):
@@ -234,6 +245,10 @@ def test_layers_without_v(archive):
     session.commit()
     with pytest.raises(kvstore.InvalidArgument, match="no V"):
         attend(np.ones((1, 64), np.float32), session, 0)
+    with FlatLayer.anonymous(heads=1, head_dim=64, head_dim_v=None) as layer:
+        layer.append(np.ones((1, 3, 64), np.float32))
+        with pytest.raises(kvstore.InvalidArgument, match="no V"):
+            attend(np.ones((1, 64), np.float32), layer)
 
 
 @pytest.mark.parametrize(
