@@ -62,6 +62,8 @@ class Place:
         if not isinstance(path, str | os.PathLike):
             raise InvalidArgument(f"path {path!r}: expected a string or a path")
         text = os.fspath(path)
+        if text.startswith(FLAT_PREFIX):
+            raise _no_archive(text)
         if text.startswith((MEMORY_PREFIX, ICECHUNK_PREFIX)) or "://" in text:
             return cls(text, None)
         prefix = ZARR_PREFIX if text.startswith(ZARR_PREFIX) else ""
@@ -123,15 +125,22 @@ class Place:
 
 def flat_folders(path: str | os.PathLike[str]) -> list[Path]:
     """Return the folders of flat layers that are there, by name: `path` itself, or in it."""
-    root = Path(path)
-    if (root / FLAT_SIGN).is_file():
-        return [root]
-    if not root.is_dir() or any((root / sign).exists() for sign in ARCHIVE_SIGNS):
+    root = os.fspath(path)
+    if os.path.isfile(os.path.join(root, FLAT_SIGN)):
+        return [Path(root)]
+    if any(os.path.exists(os.path.join(root, sign)) for sign in ARCHIVE_SIGNS):
         return []
-    return sorted(
-        folder
-        for folder in root.iterdir()
-        if not folder.name.startswith(".") and (folder / FLAT_SIGN).is_file()
+    try:
+        names = sorted(name for name in os.listdir(root) if not name.startswith("."))
+    except OSError:  # no folder, or one that nobody may read: whoever opens it says so
+        return []
+    found = [os.path.join(root, name) for name in names]
+    return [Path(at) for at in found if os.path.isfile(os.path.join(at, FLAT_SIGN))]
+
+
+def _no_archive(text: str) -> InvalidArgument:
+    return InvalidArgument(
+        f"{text}: flat layers, which are no archive; open them with kvstore.flat.open"
     )
 
 
@@ -289,7 +298,5 @@ def _place(path: object, kind: str | None) -> tuple[str, str]:
         else:
             kind = "zarr" if os.path.isfile(os.path.join(text, _ZARR_SIGN)) else "lmdb"
             if text.startswith(FLAT_PREFIX) or flat_folders(text):
-                raise InvalidArgument(
-                    f"{text}: flat layers, which are no archive; open them with kvstore.flat.open"
-                )
+                raise _no_archive(text)
     return text, kind

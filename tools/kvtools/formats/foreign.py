@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from kvcodecs.codec import CodecConfig
-from kvcodecs.errors import InvalidArgument, KvError
+from kvcodecs.errors import InvalidArgument
 from kvcodecs.spec import Kind
 
 import kvstore
@@ -27,7 +27,7 @@ from kvstore.migration.plan import Plan, chosen_names
 from kvstore.migration.work import Meter, Migrated
 from kvstore.pieces import count_frames
 from kvstore.place import PARTIAL_SUFFIX, Place
-from kvtools.formats.importing import Incoming, target_archive
+from kvtools.formats.importing import Incoming, target_archive, tidied
 from kvtools.formats.registry import Format
 from kvtools.formats.session_folder import SESSION_FILE, ZARR2_FILE, folder_name
 
@@ -90,15 +90,8 @@ def export(
         archive = stack.enter_context(kvstore.open(source, snapshot_seconds=math.inf))
         plan = Plan(archive, stack.enter_context(archive._read()), sessions, None)
         stack.enter_context(partial_folder(partial, resume=resume))
-        try:
+        with tidied(partial, lambda: not (done.n_bytes or done.skipped)):
             _export_all(plan, partial, format, done, Meter(progress, plan.n_frames))
-        except KvError as error:
-            if not done.n_bytes:
-                shutil.rmtree(partial, ignore_errors=True)
-            else:
-                advice = "go on with resume=True, or remove it"
-                error.args = (f"{error}; {partial} keeps what was written: {advice}",)
-            raise
         move_into_place(partial, folder)
     done.seconds = time.perf_counter() - started
     return done

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from kvcodecs.errors import InvalidArgument
+from kvcodecs.errors import InvalidArgument, KvError
 
 import kvstore
 from kvstore import keys
@@ -35,10 +37,28 @@ def target_archive(text: str, *, resume: bool) -> Iterator[kvstore.Archive]:
     partial = place.partial
     if partial.folder is None:
         raise InvalidArgument(f"{text}: not a folder")
-    with partial_folder(partial.folder, resume=resume):
+    names: list[str] = []
+    with partial_folder(partial.folder, resume=resume), tidied(partial.folder, lambda: not names):
         with kvstore.open(partial.text, "a") as archive:
-            yield archive
+            try:
+                yield archive
+            finally:
+                names += archive.names()
         move_into_place(partial.folder, place.folder)
+
+
+@contextmanager
+def tidied(partial: Path, is_empty: Callable[[], bool]) -> Iterator[None]:
+    """Remove a target that is being built if that fails before anything is in it, else say so."""
+    try:
+        yield
+    except KvError as error:
+        if is_empty():
+            shutil.rmtree(partial, ignore_errors=True)
+        else:
+            advice = "go on with resume=True, or remove it"
+            error.args = (f"{error}; {partial} keeps what was written: {advice}",)
+        raise
 
 
 @dataclass(slots=True)
