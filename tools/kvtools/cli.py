@@ -49,7 +49,6 @@ ADVICE = {
     "go on with resume=True": "go on with --resume",
     "resume=True passes over it": "--resume passes over it",
     "open them with kvstore.flat.open": "kvstore ls, info, verify and migrate take them",
-    "kvstore.flat.open with mode='a' makes them agree": "opening it to append makes them agree",
     "use backup=False": "use --no-backup",
     "unpin or delete sessions, close appenders, or raise the quota": "make room with kvstore pin "
     "--off, kvstore rm or a larger kvstore quota, or end what is appending to sessions",
