@@ -124,6 +124,7 @@ class Segments:
             Of those in the block that is unfinished now.
         """
         row_bytes, size, done = self._header.row_bytes(kind), self._header.block_rows, 0
+        rows = np.ascontiguousarray(rows)
         for run in self.runs(lo, lo + len(rows)):
             part = rows[done : done + run.n_rows]
             done += run.n_rows
