@@ -1,21 +1,14 @@
-"""Flat layers: rows in mapped files, against a plain model; damage, truncation, other processes."""
+"""Flat layers: rows in mapped files, before and after RoPE, views of them, and who sees what."""
 
 from __future__ import annotations
-
-import os
-import random
 
 import numpy as np
 import pytest
 from kvcodecs.errors import (
-    Closed,
     Corrupt,
-    Full,
     InvalidArgument,
-    KvError,
     Locked,
     NotFound,
-    Truncated,
 )
 from kvcodecs.ggml import dequantise, quantise
 
@@ -38,11 +31,6 @@ def stored(x, scheme):
     return back.reshape(x.shape[1], HEADS, DIM).transpose(1, 0, 2)
 
 
-def verify(path, pread):
-    with FlatLayer.open(path, pread=pread) as layer:
-        layer.verify()
-
-
 @pytest.fixture
 def path(tmp_path):
     return str(tmp_path / "a.kvf")
@@ -51,65 +39,6 @@ def path(tmp_path):
 def make(path, **options):
     options = {"heads": HEADS, "head_dim": DIM, "scheme": SCHEMES, "capacity": 64, **options}
     return FlatLayer.anonymous(**options) if path is None else FlatLayer.create(path, **options)
-
-
-@pytest.mark.parametrize("kind", ["mapped", "pread", "anonymous", "ring"])
-@pytest.mark.parametrize("seed", range(3))
-def test_against_a_model(tmp_path, kind, seed):
-    """Any order of appends, drops, commits, roll-backs and openings."""
-    rng = random.Random(f"{kind} {seed}")
-    path = None if kind == "anonymous" else str(tmp_path / "a.kvf")
-    options = {"max_rows": 300} if kind == "ring" else {}
-    if path is not None:
-        options["pread"] = kind == "pread"
-    layer = make(path, **options)
-    k, v = values(3000, seed)
-    want = stored(k, "q8_0"), stored(v, "q4_0")
-    start = stop = 0
-    for _ in range(60):
-        step = rng.choice(["append", "append", "append", "drop", "commit", "open", "back", "read"])
-        if step == "append":
-            n = min(rng.choice([0, 1, 3, 40, 150]), 3000 - stop)
-            if kind == "ring" and stop - start + n > 300:
-                with pytest.raises(Full):
-                    layer.append(k[:, stop : stop + n], v[:, stop : stop + n])
-            else:
-                layer.append(k[:, stop : stop + n], v[:, stop : stop + n], start=stop)
-                stop += n
-        elif step == "drop":
-            n = rng.choice([0, 1, 30, 200])
-            layer.drop_front(n)
-            start = min(start + n, stop)
-        elif step == "commit":
-            layer.commit()
-        elif step == "back":
-            stop = rng.randint(start, stop)
-            layer.take_back(stop)
-        elif step == "open" and path is not None:
-            with FlatLayer.open(path, pread=kind == "pread") as reader:
-                lo, hi = reader.start, reader.stop
-                got = reader.read_all()
-                for x, y in zip(got, want, strict=True):
-                    assert np.array_equal(x, y[:, lo:hi])
-            layer.close()
-            layer = FlatLayer.open(path, "a", pread=kind == "pread")
-            start, stop = lo, hi
-        assert (layer.start, layer.stop, len(layer)) == (start, stop, stop - start)
-        layer.verify()
-        lo = rng.randint(start, stop)
-        hi = rng.randint(lo, stop)
-        for x, y in zip(layer.read_rows(lo, hi), want, strict=True):
-            assert np.array_equal(x, y[:, lo:hi])
-        some = [rng.randrange(start, stop) for _ in range(5)] if start < stop else []
-        for x, y in zip(layer.gather(some), want, strict=True):
-            assert np.array_equal(x, y[:, some])
-        pieces = list(layer.pieces(start, stop))
-        assert [p[0] for p in pieces] + [stop] == [start] + [p[1] for p in pieces]
-        layer.prefetch_rows(start, stop)
-        layer.release()
-    layer.close()
-    with pytest.raises(Closed):
-        layer.read_all()
 
 
 @pytest.mark.parametrize("store_k", ["pre", "post"])
@@ -176,37 +105,6 @@ def test_views_are_of_the_file_and_outlive_growth(path):
     assert np.array_equal(before, rows[:50])
 
 
-def test_every_flipped_byte_is_found(path):
-    """In the header, the commit records and the rows; not in room that nobody uses yet."""
-    k, v = values(300)
-    with make(path) as layer:
-        layer.append(k, v)
-        layer.commit()
-        segment = layer._segments._segments[0]
-        spans = [(0, 400), (8192, 8192 + 512), (12288, 12288 + 512)]
-        for kind in ("k", "v"):
-            area, sums = segment.areas[kind]
-            n_rows = min(segment.rows, 300)
-            spans.append((area, area + n_rows * layer.header.row_bytes(kind)))
-            spans.append((sums, sums + 4 * (n_rows // layer.header.block_rows)))
-    with open(path, "rb") as file:
-        whole = file.read()
-    rng = random.Random(0)
-    for lo, hi in spans:
-        for at in {lo, hi - 1, *(rng.randrange(lo, hi) for _ in range(25))}:
-            with open(path, "r+b") as file:
-                file.seek(at)
-                file.write(bytes([whole[at] ^ 1 << rng.randrange(8)]))
-            for pread in (False, True):
-                with pytest.raises((Corrupt, Truncated)):
-                    verify(path, pread)
-            with open(path, "r+b") as file:
-                file.seek(at)
-                file.write(whole[at : at + 1])
-    with FlatLayer.open(path) as layer:
-        layer.verify()
-
-
 def test_a_damaged_block_is_refused_where_blocks_are_read(path):
     k, v = values(64)
     with make(path) as layer:
@@ -226,76 +124,6 @@ def test_a_damaged_block_is_refused_where_blocks_are_read(path):
                 kvstore.attend(np.ones((HEADS, DIM), np.float32), layer)
             assert np.array_equal(layer.read_rows(0, 64, kinds=("k",))[0], stored(k, "q8_0"))
             layer.gather([0])  # not checked, as documented
-
-
-@pytest.mark.parametrize("pread", [False, True])
-def test_a_file_that_is_cut(path, pread):
-    k, v = values(300)
-    with make(path) as layer:
-        layer.append(k, v)
-        layer.commit()
-    size = os.stat(path).st_size
-    layer = FlatLayer.open(path, pread=pread)
-    layer.read_all()
-    for keep in (size - 1, size // 2, 70_000, 9000, 8192, 100, 0):
-        os.truncate(path, keep)
-        with pytest.raises(KvError):
-            layer.verify()
-        for read in (layer.read_all, lambda: layer.gather([0, 299])):
-            try:
-                got = read()
-            except (Truncated, Corrupt):
-                continue
-            assert got[0].shape[1] in (2, 300)
-        with pytest.raises((Truncated, Corrupt)), FlatLayer.open(path, "a", pread=pread):
-            pass
-    layer.close()
-
-
-def test_a_large_sparse_file_touches_few_pages(path):
-    """10 GB of rows; each of 100 rows costs at most three pages of K and three of V."""
-    import resource
-
-    heads, dim, n = 8, 128, 4_600_000
-    layer = FlatLayer.create(
-        path, heads=heads, head_dim=dim, scheme="q8_0", capacity=n, sparse=True
-    )
-    header = layer.header
-    # As if so many rows of zeros had been committed: a hole reads as zeros.
-    layer._commits.store(layer._state._replace(end=n))
-    layer.close()
-    layer = FlatLayer.open(path)
-    assert len(layer) * header.bytes_per_row > 10**10
-    layer.advise_random()
-    layer.gather([0])
-    rng = np.random.default_rng(0)
-    rows = np.sort(rng.choice(n, 100, replace=False))
-    base = _resident(layer)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    k, v = layer.gather(rows)
-    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-    assert not k.any()
-    assert not v.any()
-    # Faults of the result's own memory are among them.
-    own = (k.nbytes + v.nbytes + 2 * 100 * header.bytes_per_row) // 4096 + 200
-    assert faults <= 100 * 2 * 3 + own
-    assert _resident(layer) - base <= 100 * 2 * 3
-    layer.close()
-
-
-def _resident(layer):
-    """Pages of the file's maps that this process has touched."""
-    total = None
-    name = os.path.realpath(layer._file.where)
-    with open("/proc/self/smaps") as smaps:
-        here = False
-        for line in smaps:
-            if "-" in line.split()[0] and not line.split()[0].endswith(":"):
-                here = line.rstrip().endswith(name)
-            elif here and line.startswith("Rss:"):
-                total = (total or 0) + int(line.split()[1]) // 4
-    assert total is not None
-    return total
 
 
 def test_wrong_arguments(path):

@@ -95,7 +95,10 @@ class FlatSession:
         n_tokens = {np.shape(x)[1] for x in (*ks, *vs) if np.ndim(x) == 3}
         if len(n_tokens) > 1:
             raise InvalidArgument(f"{self.where}: layers with {sorted(n_tokens)} tokens")
-        at = self.stop if start is None else start
+        stop = self.stop
+        at = stop if start is None else start
+        if at != stop and stop:
+            raise InvalidArgument(f"{self.where}: append at start={at}, but {stop} are there")
         n = n_tokens.pop() if n_tokens else 0
         if any(layer.must_commit(n) for layer in self.layers):
             self.commit()
