@@ -124,7 +124,7 @@ def test_groups_that_cannot_measure_say_so(capsys):
 
 def test_family_of_block_quantised_codecs(capsys, monkeypatch):
     pytest.importorskip("gguf", reason="the group rows compares with it")
-    from kvtools.bench import attention, row_speed, schemes
+    from kvtools.bench import attention, flat, row_speed, schemes
 
     monkeypatch.setattr(schemes, "TIMED_VALUES", 1)
     monkeypatch.setattr(schemes, "SEARCHED_VALUES", 1 << 10)
@@ -132,6 +132,7 @@ def test_family_of_block_quantised_codecs(capsys, monkeypatch):
     monkeypatch.setattr(row_speed, "FEW_VALUES", 1 << 12)
     monkeypatch.setattr(row_speed, "LEAST_SECONDS", 0.0)
     monkeypatch.setattr(attention, "N_TOKENS", 200)
+    monkeypatch.setattr(flat, "N_TOKENS", 500)
     monkeypatch.setattr(attention, "SHAPES", attention.SHAPES[1:2])
     argv = ["bench", "--reps", "1", "--family", "blockquant", "--json"]
     assert cli.main(argv) == 0

@@ -2,34 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 import time
 
 import numpy as np
 import pytest
+from kvtools.bench.flat import pages_in_memory
 
 from kvstore.flat import FlatLayer
 from kvstore.flat import file as flat_file
 
 PAGE = mmap.PAGESIZE
-
-
-def cached(path):
-    """Return which pages of a file are in memory, as bool."""
-    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
-        data = np.frombuffer(mapped, np.uint8)
-        found = np.zeros(-(-data.size // PAGE), np.uint8)
-        call = ctypes.CDLL(None, use_errno=True).mincore
-        done = call(
-            ctypes.c_void_p(data.ctypes.data),
-            ctypes.c_size_t(data.size),
-            ctypes.c_void_p(found.ctypes.data),
-        )
-        del data
-        assert done == 0
-    return found & 1 == 1
 
 
 def sure(path):
@@ -38,7 +22,7 @@ def sure(path):
     os.fdatasync(fd)
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     os.close(fd)
-    if cached(path).any():
+    if pages_in_memory(path).any():
         pytest.skip("this file system keeps every page in memory")
 
 
@@ -70,10 +54,10 @@ def test_a_row_of_a_large_sparse_file_reads_few_pages(tmp_path, pread):
         assert layer.n_bytes > 10**10
         layer.advise_random()
         layer.gather([0])
-        before = cached(path)
+        before = pages_in_memory(path)
         rows = np.random.default_rng(0).choice(n, 100, replace=False)
         k, v = layer.gather(rows)
-        touched = int(np.count_nonzero(cached(path) & ~before))
+        touched = int(np.count_nonzero(pages_in_memory(path) & ~before))
         assert not k.any()
         assert not v.any()
         assert 100 * 2 <= touched <= 100 * 2 * 3
@@ -90,20 +74,22 @@ def test_release_and_prefetch(tmp_path, pread):
     with layer:
         want = layer.read_all()
         spans = [rows_span(layer, kind, 16, 4080) for kind in "kv"]
-        assert all(cached(path)[span].all() for span in spans)
+        assert all(pages_in_memory(path)[span].all() for span in spans)
         layer.release()
-        assert all(cached(path)[span].mean() < 0.01 for span in spans)
+        assert all(pages_in_memory(path)[span].mean() < 0.01 for span in spans)
         layer.advise_random()
         layer.read_rows(2048, 2049)
-        assert all(cached(path)[span].mean() < 0.05 for span in spans)  # its block
+        assert all(pages_in_memory(path)[span].mean() < 0.05 for span in spans)  # its block
         layer.release()
         layer.prefetch_rows(1000, 1500)
         wanted = [rows_span(layer, kind, 1000, 1500) for kind in "kv"]
         until = time.monotonic() + 20  # it returns at once
-        while not all(cached(path)[span].all() for span in wanted):
+        while not all(pages_in_memory(path)[span].all() for span in wanted):
             assert time.monotonic() < until
             time.sleep(0.01)
-        assert all(cached(path)[rows_span(layer, kind, 3000, 4000)].mean() < 0.1 for kind in "kv")
+        assert all(
+            pages_in_memory(path)[rows_span(layer, kind, 3000, 4000)].mean() < 0.1 for kind in "kv"
+        )
         assert np.array_equal(layer.read_all(), want)
 
 

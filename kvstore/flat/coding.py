@@ -13,7 +13,7 @@ from kvcodecs.ggml.codec import CODEC, GGMLParams
 from kvcodecs.plan import Plan
 from kvcodecs.rope import RopeTable, from_coded, to_coded
 from kvcodecs.spec import Kind, KState, StreamSpec, float_dtype
-from kvcodecs.tensor import check_tensor
+from kvcodecs.tensor import as_float32, check_tensor
 
 from .file import Bytes
 from .layout import Header
@@ -90,13 +90,15 @@ class RowCoder:
         check_tensor(tensor, spec, where)
         if spec.rope is None:  # as a layer without one in a model that has it
             k_state = self._header.k_state
-        if kind == "k" and self._header.k_state == "post":
-            if k_state == "pre":
-                tensor = from_coded(to_coded(tensor, spec, "pre"), spec, "post", start)
-            coded = to_coded(tensor, self._plain)
-        else:
-            coded = to_coded(tensor, spec, k_state, start)
-        rows = np.ascontiguousarray(coded.transpose(1, 0, 2))
+        if kind == "k" and spec.rope is not None:
+            if k_state != self._header.k_state:
+                coded = to_coded(tensor, spec, k_state, start)
+                tensor = coded if k_state == "post" else from_coded(coded, spec, "post", start)
+            elif k_state == "pre" and not spec.rope.keeps_order(spec.head_dim):
+                tensor = to_coded(tensor, spec)
+        if tensor.dtype == np.float64:
+            tensor = as_float32(tensor)
+        rows = np.ascontiguousarray(tensor.transpose(1, 0, 2))
         try:
             return quantise(rows.reshape(len(rows), spec.channels), self._header.scheme(kind))
         except InvalidArgument as error:

@@ -11,7 +11,7 @@ from kvtools.values import path, up_to
 #: The groups of `bench`.
 BENCH_GROUPS = (
     "codec", "rate", "peers", "file", "range", "open", "append", "prefix", "zarr", "schemes",
-    "rows", "attention", "import", "memory",
+    "rows", "attention", "flat", "import", "memory",
 )  # fmt: skip
 #: Bounds of what `bench` repeats and writes.
 MAX_REPS = 10_000

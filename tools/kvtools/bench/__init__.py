@@ -184,6 +184,12 @@ def _attention(args: argparse.Namespace, _: CodecConfig, sample: Sample, path: P
     return measure_attention(sample, args.reps, path)
 
 
+def _flat(args: argparse.Namespace, _: CodecConfig, sample: Sample, path: Path) -> list[Row]:
+    from kvtools.bench.flat import measure_flat
+
+    return measure_flat(sample, args.reps, path)
+
+
 GROUPS: dict[str, _Group] = {
     "codec": _codec,
     "rate": _rate,
@@ -197,9 +203,10 @@ GROUPS: dict[str, _Group] = {
     "schemes": _schemes,
     "rows": _rows,
     "attention": _attention,
+    "flat": _flat,
     "import": _import,
     "memory": _memory,
 }
 
 #: The groups of ``--family``.
-FAMILIES: dict[str, tuple[str, ...]] = {"blockquant": ("schemes", "rows", "attention")}
+FAMILIES: dict[str, tuple[str, ...]] = {"blockquant": ("schemes", "rows", "attention", "flat")}
