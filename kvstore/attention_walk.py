@@ -72,6 +72,7 @@ class Walk:
         self._layer, self._rope, self._n_threads = layer, rope, n_threads
         self._k_state: KState = "pre" if rope is None else "post"
         self._scratch: dict[Kind, F32] = {}
+        self._scratch_tokens = 0
         states = [record.streams[layer, kind] for kind in KINDS]
         self._base = states[0].start
         block = max(state.block_tokens for state in states)
@@ -86,6 +87,7 @@ class Walk:
             Names the block.
         """
         passing = Passing(self._snapshot)
+        self._scratch_tokens = min(self._window, stop - start)
         for lo, hi in self._cuts(start, stop, max(1, _CHECKED_TOKENS // self._window)):
             works = self._checked(lo, hi)
             k, v = ([work for work in works if work.request.kind == kind] for kind in KINDS)
@@ -138,7 +140,7 @@ class Walk:
             return
         if kind not in self._scratch:
             spec = self._reader.model.stream(self._layer, kind)
-            shape = (spec.heads, self._window, spec.head_dim)
+            shape = (spec.heads, self._scratch_tokens, spec.head_dim)
             self._scratch[kind] = np.empty(shape, np.float32)
         for lo, hi in self._cuts(start, stop, 1):
             out = self._scratch[kind][:, : hi - lo]

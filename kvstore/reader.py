@@ -22,7 +22,7 @@ from kvcodecs.frame import (
     open_frames,
     open_record,
 )
-from kvcodecs.plan import Plan, available_cpus
+from kvcodecs.plan import Plan, available_cpus, check_payload
 from kvcodecs.raw import Raw
 from kvcodecs.rope import Rope, RopeTable, to_coded
 from kvcodecs.spec import F32, Kind, KState, StreamSpec
@@ -234,18 +234,16 @@ class Reader:
     def check_end(
         self, snapshot: Snapshot, record: SessionRecord, layer: int, kind: Kind, stop: int
     ) -> None:
-        """Check that the frame of the last token before `stop` exists, before memory is taken.
+        """Check that the frame of the last token before `stop` is whole, before memory is taken.
 
         Raises
         ------
-        Corrupt
-            It does not: the record promises tokens that are not there.
+        Truncated, Corrupt, Unsupported
+            It is not, or is missing: the record promises tokens that are not there.
         """
         first = max(stop - 1, record.streams[layer, kind].start, record.first)
         for piece in pieces(record, layer, kind, first, stop):
-            where = f"{self.where} {piece.name}"
-            if first_value(snapshot, piece, where) is None:
-                raise _missing(where)
+            self._open_whole(snapshot, piece, layer, kind)
 
     def read(
         self,
@@ -306,26 +304,32 @@ class Reader:
         self.note_read(len(todo))
 
     def decode(self, snapshot: Snapshot, piece: Piece, layer: int, kind: Kind) -> Decoded:
-        """Decode one whole frame to the coded domain."""
-        coding, header, payload = self.open(snapshot, piece, layer, kind)
-        spec = coding.params.spec
-        n_tokens = header.n_tokens
-        whole = piece._replace(start=piece.first_token, stop=piece.first_token + n_tokens)
+        """Decode tokens ``[start, stop)`` of a piece to the coded domain."""
+        coding, header, payload = self._open_whole(snapshot, piece, layer, kind)
+        spec, n_tokens = coding.params.spec, piece.stop - piece.start
         out = np.empty((spec.heads, n_tokens, spec.head_dim), np.float32)
-        request = Request(layer, kind, whole.start, whole.stop, out)
+        request = Request(layer, kind, piece.start, piece.stop, out)
         plan = Plan()
         where = f"{self.where} {piece.name}"
-        work = Work(request, whole, coding, n_tokens, payload, None, where)
+        work = Work(request, piece, coding, header.n_tokens, payload, None, where)
         self.schedule(plan, work, Tables(), 0)
         plan.run(1)
         dtype = "float32"
         if piece.raw:
             dtype = codec_by_number(0).unpack(spec, bytes(payload[:1])).dtype.name
-        coded = to_coded(out, spec, "pre")
-        if n_tokens == piece.n_tokens:
-            return Decoded(coded, header.error, dtype, payload)
-        coded = coded[:, : piece.n_tokens]
-        return Decoded(coded, header.error.share(piece.n_tokens, n_tokens), dtype, payload)
+        error = header.error.share(n_tokens, header.n_tokens)
+        return Decoded(to_coded(out, spec, "pre"), error, dtype, payload)
+
+    def _open_whole(
+        self, snapshot: Snapshot, piece: Piece, layer: int, kind: Kind
+    ) -> tuple[Coding, FrameHeader, memoryview]:
+        """Open a frame whose payload can hold the tokens that it claims."""
+        coding, header, payload = self.open(snapshot, piece, layer, kind)
+        where = f"{self.where} {piece.name}"
+        check_payload(
+            coding.codec, coding.params, payload, header.first_token, header.n_tokens, where
+        )
+        return coding, header, payload
 
     def note_read(self, n_frames: int) -> None:
         """Count frames that were decoded."""
@@ -370,19 +374,19 @@ class Reader:
 
 
 class Decoded(NamedTuple):
-    """A frame, decoded.
+    """Tokens of a frame, decoded.
 
     Attributes
     ----------
     coded : (heads, n_tokens, head_dim) float32
         Coded domain.
     error
-        As measured when it was coded. Of a frame that is cut, its tokens' share of the sum of
-        squares: an estimate; the largest error stays a bound.
+        As measured when they were coded. Of a part of a frame, its share of the sum of squares: an
+        estimate; the largest error stays a bound.
     dtype
         What a raw frame stores its values in; "float32" for others.
     payload
-        As stored, with the tokens that are cut off; valid as long as the snapshot.
+        Of the whole frame, as stored; valid as long as the snapshot.
     """
 
     coded: F32

@@ -23,7 +23,7 @@ class StoredRows:
     n_tokens
         How many tokens.
     chunks
-        Called for each pass: successive rows, checked, with the errors that their frames say.
+        Called for each pass: successive rows that decode, with the errors that their frames say.
     """
 
     codec: int
@@ -66,6 +66,8 @@ def stored_rows(
 
     def chunks() -> Iterator[CodedRows]:
         for piece in pieces():
+            # What a read refuses is not copied: its checksum may be right.
+            reader.decode(snapshot, piece, piece.layer, piece.kind)
             _, header, payload = reader.open(snapshot, piece, piece.layer, piece.kind)
             rows = CodedRows(payload, header.n_tokens, header.error)
             yield rows.cut(piece.start - piece.first_token, piece.stop - piece.first_token)

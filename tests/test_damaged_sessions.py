@@ -1,13 +1,14 @@
 """One damaged session does not take the others with it, and can be removed."""
 
 import json
+import tracemalloc
 
 import numpy as np
 import pytest
-from kvcodecs.frame import seal_record
+from kvcodecs.frame import open_frame, pack_frame, seal_record
 
 import kvstore
-from kvstore import KVR1, Corrupt, InvalidArgument, Model, keys
+from kvstore import GGML, KVR1, TKV1, Corrupt, InvalidArgument, Model, Raw, Truncated, keys
 from kvstore.backends import memory
 
 MODEL = Model.uniform(name="m", n_layers=1, n_kv_heads=1, head_dim=4)
@@ -137,6 +138,43 @@ def test_a_record_that_promises_too_much(archive, n_tokens):
     assert len(report.problems) == 1
     assert "promises" in report.problems[0].message
     assert report.n_leftover == 0
+
+
+@pytest.mark.parametrize("codec", [GGML("q8_0"), Raw(), KVR1(step=0.5), TKV1(step=0.5)])
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("fit_tokens", [4, 100])
+def test_frames_that_claim_too_much_cost_no_memory(archive, codec, fit_tokens, own):
+    model = Model.uniform(name="wide", n_layers=1, n_kv_heads=2, head_dim=128)
+    x = np.random.default_rng(0).standard_normal((1, 2, 20, 128)).astype(np.float32)
+    options = {"model": model, "codec": codec, "block_tokens": 16, "fit_tokens": fit_tokens}
+    with archive.create_session("s", **options) as session:
+        session.append(x, x)
+        session.commit()
+    archive.session("s").fork("cut", at=18)
+    name = "s" if own else "cut"
+    for key in [k for k in items() if k[:1] in (keys.TAIL, keys.HEAD) and owner("s") in k]:
+        header, payload = open_frame(items()[key])
+        fields = header._asdict() | {"n_tokens": 1 << 31, "payload": payload}
+        del fields["payload_bytes"]
+        items()[key] = pack_frame(**fields)
+    if own and fit_tokens == 100 and codec.codec != "ggml.q8_0":
+        change_record("s", n_tokens=1 << 31, n_head=1 << 31)
+    tracemalloc.start()
+    try:
+        for use in (
+            lambda: archive.session(name).append(x, x),
+            lambda: archive.session(name).read(0, "k"),
+            lambda: kvstore.attend(x[0, :, 0], archive.session(name), 0),
+            lambda: archive.session("s").fork("more"),
+        ):
+            try:
+                use()
+            except (Corrupt, Truncated) as error:
+                assert "layer 0 " in str(error)  # noqa: PT017 - both outcomes are fine
+        assert archive.verify(decode=True).problems or not own
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("metadata", [[], "x", 5])

@@ -5,12 +5,12 @@ import sys
 
 import numpy as np
 import pytest
-from kvcodecs.frame import ErrorStats
+from kvcodecs.frame import ErrorStats, open_frame, pack_frame
 from kvcodecs.ggml import dequantise, quantise, scheme_by_name
 from kvcodecs.kvr1 import KVR1
 
 import kvstore
-from kvstore import GGML, InvalidArgument, Model, Rope, keys
+from kvstore import GGML, Corrupt, InvalidArgument, Model, Raw, Rope, Truncated, keys
 from kvstore.pieces import pieces
 
 
@@ -202,6 +202,52 @@ def test_migrations_copy_the_rows_of_schemes_that_stay(path, scheme):
                 assert now.max_error == error.max_error
             assert b.session(name).info().n_recoded == 1
         assert b.verify(decode=True).ok
+
+
+DAMAGED_ROWS = {
+    "no number": lambda rows: b"\xff\x7f" + rows[2:],
+    "bytes": lambda rows: rows + bytes(9),
+    "a row": lambda rows: rows + bytes(rows[: len(rows) // 16]),
+    "fewer bytes": lambda rows: rows[:-1],
+    "a row less": lambda rows: rows[: len(rows) // 16 * 15],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED_ROWS)
+def test_damaged_rows_are_not_copied(path, run, damage):
+    # Their checksums are right: only who decodes them can tell.
+    x = values(40)
+    options = {"model": MODEL, "block_tokens": 16}
+    with kvstore.open(path, "a") as archive:
+        with archive.create_session("s", codec=GGML("q8_0"), **options) as session:
+            add(session, x, 0, 40)
+            session.commit()
+        with archive._backend.write(1) as transaction:
+            owner = archive._catalog.id(transaction, "s")
+            key = keys.frame_key(owner, 1, "v", 1)
+            header, payload = open_frame(transaction.get(key))
+            fields = header._asdict() | {"payload": DAMAGED_ROWS[damage](bytes(payload))}
+            del fields["payload_bytes"]
+            transaction.put(key, pack_frame(**fields))
+        named = pytest.raises((Corrupt, Truncated), match=r"session 's' layer 1 v block 1: ")
+        with named:
+            archive.session("s").read(1, "v")
+        with named:
+            kvstore.migrate(archive, path.with_name("b.kv"), codec={"k": Raw(), "v": GGML("q8_0")})
+        assert not path.with_name("b.kv").exists()
+        with named:
+            archive.create_session("other", codec=GGML("q8_0"), model=MODEL, block_tokens=10)
+            archive.session("other").append_range(archive.session("s"), 0, 40)
+        # What is not damaged is still to be had.
+        with archive.create_session("part", codec=GGML("q8_0"), model=MODEL, block_tokens=10) as a:
+            if damage == "no number":
+                a.append_range(archive.session("s"), 17, 40)
+                np.testing.assert_array_equal(
+                    a.read(1, "v"), archive.session("s").read(1, "v", 17, 40)
+                )
+    code, _, err = run("migrate", path, f"flat:{path.parent / 'flat'}", "--sessions", "s")
+    assert code
+    assert "session 's' layer 1 v block 1: " in err
 
 
 @some

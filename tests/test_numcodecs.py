@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import ml_dtypes
@@ -298,6 +299,48 @@ def test_every_truncation_is_truncated(layout):
         TKV1Codec().decode(data + b"\0")
 
 
+def with_head(data, offset, new):
+    """Change bytes of the head of a container, its checksum too."""
+    data = bytearray(data)
+    end = 20 + int.from_bytes(data[8:16], "little")
+    data[20 + offset : 20 + offset + len(new)] = new
+    data[16:20] = crc32c(data[:16], data[20:end]).to_bytes(4, "little")
+    return data
+
+
+def with_frame_tokens(data, n_tokens):
+    """Change how many tokens the one frame of a container claims, its checksum too."""
+    data, at = bytearray(data), 20 + int.from_bytes(data[8:16], "little")
+    data[at + 36 : at + 40] = n_tokens.to_bytes(4, "little")
+    data[at + 72 : at + 76] = crc32c(data[at : at + 72], data[at + 76 :]).to_bytes(4, "little")
+    return data
+
+
+@pytest.mark.parametrize("name", ["tkv1", "stream", "kvr1", "kvraw", "ggml"])
+def test_claims_that_the_bytes_cannot_hold_cost_no_memory(name):
+    fields = {"id": name, "scheme": "q8_0"} if name == "ggml" else {"id": name}
+    if name == "stream":
+        fields = {"id": "tkv1", "layout": "stream"}
+    codec = numcodecs.get_codec(fields)
+    good = codec.encode(make_array((2, 4, 128)))
+    claims = [
+        with_head(good, 8, (1 << 31).to_bytes(4, "little")),  # head_dim
+        with_head(good, 8, (1 << 16).to_bytes(4, "little")),
+        with_head(good, 4, (1 << 13).to_bytes(4, "little")),  # heads
+        with_head(good, 12, (1 << 20).to_bytes(4, "little") + (1 << 20).to_bytes(8, "little")),
+    ]
+    if name in ("kvraw", "ggml"):  # in the others a run of equal values may take no bytes at all
+        claims.append(with_frame_tokens(claims[-1], 1 << 20))
+    tracemalloc.start()
+    try:
+        for claim in claims:
+            with pytest.raises((Corrupt, Truncated)):
+                codec.decode(claim)
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
+
+
 @every_layout
 def test_every_flip_is_an_error(layout):
     data = make_codec(layout, "k", step=0.5, block_tokens=2).encode(make_array((1, 5, 2)))
@@ -344,12 +387,9 @@ def test_frames_out_of_place_are_corrupt(layout):
 )
 @every_layout
 def test_head_is_checked_behind_a_right_checksum(layout, offset, new, kind):
-    data = bytearray(make_codec(layout, "k", step=0.5).encode(make_array((1, 8, 2))))
-    end = 20 + int.from_bytes(data[8:16], "little")
-    data[20 + offset : 20 + offset + len(new)] = new
-    data[16:20] = crc32c(data[:16], data[20:end]).to_bytes(4, "little")
+    data = make_codec(layout, "k", step=0.5).encode(make_array((1, 8, 2)))
     with pytest.raises(kind):
-        TKV1Codec().decode(data)
+        TKV1Codec().decode(with_head(data, offset, new))
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])

@@ -25,7 +25,7 @@ from .frame import (
     pack_frame,
     seal_record,
 )
-from .plan import Plan
+from .plan import Plan, check_payload
 from .spec import F32, MAX_BLOCK_TOKENS, MAX_VALUES, Kind, StreamSpec, describe_value
 
 Layout: TypeAlias = Literal["lane", "stream", "kvr1", "raw", "ggml"]
@@ -185,15 +185,26 @@ def encode_blocks(head: Head, config: CodecConfig, y: F32, *, unplaced: bool = F
     return b"".join(parts)
 
 
-def read_blocks(head: Head, stream_header: memoryview, data: memoryview) -> list[memoryview]:
-    """Check the frames that follow the first record and return their payloads, views of `data`.
+def read_blocks(
+    head: Head, stream_header: memoryview, data: memoryview
+) -> tuple[Any, list[memoryview]]:
+    """Check what follows the head: that it can be the tokens that the head claims.
+
+    Returns
+    -------
+    params
+        Of the codec, from the stream header.
+    payloads
+        Of the frames, views of `data`.
 
     Raises
     ------
     Truncated, Corrupt, Unsupported
-        A frame is damaged, missing, too many, or of another stream.
+        A frame is damaged, missing, too many, of another stream, or has another size than its
+        tokens; or the stream header is not what was written.
     """
-    codec = codec_by_name(BLOCK_CODECS[head.layout]).number
+    codec = codec_by_name(BLOCK_CODECS[head.layout])
+    params = codec.unpack(head.spec(), stream_header)
     tag = header_tag(stream_header)
     payloads = []
     # Frames are opened one by one, so the bytes at hand bound what the head may claim.
@@ -203,33 +214,33 @@ def read_blocks(head: Head, stream_header: memoryview, data: memoryview) -> list
         frame, payload = open_frame(data[:size], where)
         data = data[size:]
         found = (frame.codec, frame.kind, frame.owner, frame.layer, frame.header_tag)
-        if found != (codec, head.kind, 0, 0, tag):
+        if found != (codec.number, head.kind, 0, 0, tag):
             raise Corrupt(f"{where}: a frame of another stream")
         if (frame.first_token, frame.n_tokens) != head.span(block):
             raise Corrupt(
                 f"{where}: {frame.n_tokens} tokens from {frame.first_token}, expected "
                 f"{head.span(block)[1]} from {head.span(block)[0]}"
             )
+        check_payload(codec, params, payload, frame.first_token, frame.n_tokens, where)
         payloads.append(payload)
     if data.nbytes:
         raise Corrupt(f"container: {data.nbytes} bytes after the last block")
-    return payloads
+    return params, payloads
 
 
 def decode_blocks(
-    head: Head, stream_header: memoryview, payloads: list[memoryview], out: npt.NDArray[Any]
+    head: Head, params: Any, payloads: list[memoryview], out: npt.NDArray[Any]
 ) -> None:
     """Decode blocks into `out`, ``(heads, n_tokens, head_dim)``.
 
     Raises
     ------
-    Truncated, Corrupt, Unsupported
+    Truncated, Corrupt
         They are not what was written; `out` is then undefined.
     InvalidArgument
         A value overflows the dtype of `out`.
     """
     codec = codec_by_name(BLOCK_CODECS[head.layout])
-    params = codec.unpack(head.spec(), stream_header)
     plan = Plan()
     for block, payload in enumerate(payloads):
         first, n = head.span(block)

@@ -158,9 +158,9 @@ class _ArrayCodec(Codec):  # type: ignore[misc]
             raise Corrupt("container: bytes after its head")
         # Everything is checked before memory is taken: it bounds what the head may claim.
         if in_frames:
-            payloads = read_blocks(head, stream_header, rest)
+            params, payloads = read_blocks(head, stream_header, rest)
             target = _Target(out, head)
-            decode_blocks(head, stream_header, payloads, target.array)
+            decode_blocks(head, params, payloads, target.array)
         elif head.n_tokens:
             file = read_file(head, rest)
             target = _Target(out, head)

@@ -255,6 +255,35 @@ class Plan:
         raise Corrupt(f"{where}{what}{_DAMAGE[status]}")
 
 
+def check_payload(
+    codec: BlockCodec,
+    params: Any,
+    payload: BytesLike,
+    first_token: int,
+    n_tokens: int,
+    where: str = "",
+) -> None:
+    """Check that a payload can hold so many tokens, before memory is taken for them.
+
+    Raises
+    ------
+    Truncated, Corrupt
+        It cannot, or its structure is damaged.
+    """
+    nothing = np.empty((params.spec.heads, 0, params.spec.head_dim), np.float32)
+    Plan().add(
+        codec,
+        params,
+        payload,
+        first_token=first_token,
+        n_tokens=n_tokens,
+        start=first_token,
+        stop=first_token,
+        out=nothing,
+        where=where,
+    )
+
+
 def available_cpus() -> int:
     """CPUs this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -138,9 +138,8 @@ def decode_own(
     expected = (array.family, array.kind, *shape)
     if found != expected or head.n_blocks != 1:
         raise Corrupt(f"zarr chunk: {head.n_blocks} blocks of {found}, expected one of {expected}")
-    (payload,) = read_blocks(head, stream_header, rest)
+    params, (payload,) = read_blocks(head, stream_header, rest)
     codec = codec_by_name(array.codec)
-    params = codec.unpack(head.spec(), stream_header)
     if codec.name_of(params) != array.codec:
         raise Corrupt(f"zarr chunk: {codec.name_of(params)}, expected {array.codec}")
     return _decode(codec, params, payload, 0, head.n_tokens, rows, dtype, "zarr chunk")

@@ -181,8 +181,7 @@ class _Decoded:
             if value is not None:
                 self.n_bytes += value.nbytes
                 passing.add(value)
-            lo = piece.start - piece.first_token
-            coded = np.ascontiguousarray(coded[:, lo : lo + piece.stop - piece.start])
+            coded = np.ascontiguousarray(coded)
             if self._keeps:
                 kept.append((piece, coded, error))
             yield coded

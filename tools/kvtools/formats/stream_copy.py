@@ -112,7 +112,7 @@ class StreamCopy:
         record = self._item.record
         (piece,) = pieces(record, self.layer, self.kind, self.start, self._head_stop)
         found = self._decode(piece)
-        kept = np.ascontiguousarray(found.coded[:, self.start - piece.first_token :])
+        kept = np.ascontiguousarray(found.coded)
         payload = raw_payload(kept, self._spec(), found.dtype)
         return RawHead(self.state.n_head, payload, found.error)
 
@@ -128,6 +128,8 @@ class StreamCopy:
             _, head, payload = self._reader.open(self._snapshot, piece, self.layer, self.kind)
             error: ErrorStats = head.error
             coded_at = piece.first_token - piece.offset
+            if codec.rows_stand_alone:
+                self._decode(piece)  # rows that a read refuses are not copied
             whole: bytes | memoryview = payload
             if head.n_tokens != piece.n_tokens:
                 found = self._decode(piece)

@@ -140,8 +140,7 @@ class Zarr2Session:
             found = BLOCK_CODECS.get(head.layout), head.kind, head.heads, head.head_dim
             if found != (codec.name, spec.kind, spec.heads, spec.head_dim) or head.n_blocks != 1:
                 raise Corrupt(f"{found}, {head.n_blocks} blocks: not a block of this stream")
-            (payload,) = read_blocks(head, header, rest)
-            params = codec.unpack(head.spec(), header)
+            params, (payload,) = read_blocks(head, header, rest)
         except KvError as error:
             raise type(error)(f"{path}: {error}") from error
         original = params
