@@ -164,6 +164,8 @@ def test_what_is_no_file_of_a_layer(tmp_path, path):
     for wrong in ({"capacity": 1 << 48}, {"max_rows": 1 << 48}, {"capacity": 1 << 47}):
         with pytest.raises((InvalidArgument, Full)):
             make(str(tmp_path / "big"), **wrong, sparse=True)
+    with pytest.raises(InvalidArgument, match="no file is so large"):
+        make(str(tmp_path / "big"), capacity=1 << 48, head_dim=1 << 15)
     assert not [name for name in os.listdir(tmp_path) if "partial" in name]
 
 
@@ -390,6 +392,52 @@ def test_rows_that_go_while_they_are_used(path):
         reader.gather([50, 70])
     q = np.ones((HEADS, DIM), np.float32)
     assert np.allclose(kvstore.attend(q, reader, start=69), 69)
+
+
+@pytest.mark.parametrize("pread", [False, True])
+def test_a_ring_that_another_process_writes(path, pread):
+    """What is read while it wraps is right, or refused."""
+    make(path, 60, max_rows=64).close()
+
+    def write():
+        os.fdatasync = lambda fd: None
+        with FlatLayer.open(path, "a") as layer:
+            for step in range(180):  # positions are exact in float16
+                n = 1 + step % 20
+                layer.drop_front(n)
+                layer.append(*[values(layer.stop, layer.stop + n)] * 2)
+                if step % 3:
+                    layer.commit()
+                if step % 7 == 0:
+                    layer.take_back(layer.stop - 1)
+
+    pid = os.fork()
+    if pid == 0:
+        try:
+            write()
+        finally:
+            os._exit(0)
+    seen = set()
+    with FlatLayer.open(path, pread=pread) as reader:
+        while os.waitpid(pid, os.WNOHANG) == (0, 0):
+            start, stop = reader.start, reader.stop
+            try:
+                k, v = reader.read_rows(start, stop)
+                assert np.array_equal([k, v], [values(start, stop)] * 2)
+                places = [stop - 1, start]
+                assert reader.gather(places)[0][0, :, 0].tolist() == places
+                for lo, hi, rows, _ in reader.pieces(start, stop):
+                    found = rows.view(np.float16)[:, 9].tolist()
+                    last = list(range(lo, hi))
+                assert found == last  # going on has not raised
+                seen.add(start)
+            except NotFound:
+                continue
+            except InvalidArgument as error:
+                assert "there are rows up to" in str(error)  # noqa: PT017
+        reader.verify()
+        assert reader.stop > 1000
+    assert seen
 
 
 def test_wrong_calls(path):

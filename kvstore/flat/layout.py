@@ -114,6 +114,13 @@ class Header:
     session: int = 0
     layer: int = 0
 
+    def __post_init__(self) -> None:
+        if self.capacity * self.bytes_per_row > _MAX_FILE_BYTES:
+            raise InvalidArgument(
+                f"{self.capacity} rows of {self.bytes_per_row} bytes: no file is so large; give a "
+                "smaller capacity or max_rows"
+            )
+
     @property
     def kinds(self) -> tuple[Kind, ...]:
         return ("k",) if self.v is None else ("k", "v")
