@@ -290,10 +290,11 @@ def test_damaged_payloads_are_errors():
     with pytest.raises(Corrupt, match="here: 13601 bytes"):
         decode("q8_0", payload + b"\0", 50)
     infinite = bytearray(payload)
-    infinite[34 * 8 * 20 : 34 * 8 * 20 + 2] = struct.pack("<e", np.inf)
-    for dtype in DTYPES:
-        with pytest.raises(Corrupt, match="here: the block does not decode"):
-            decode("q8_0", bytes(infinite), 50, dtype=dtype)
+    for scale in (b"\xff\x7f", b"\xff\xff", struct.pack("<e", np.inf)):  # NaN, and again
+        infinite[34 * 8 * 20 : 34 * 8 * 20 + 2] = scale
+        for dtype in DTYPES:
+            with pytest.raises(Corrupt, match="here: the block does not decode"):
+                decode("q8_0", bytes(infinite), 50, dtype=dtype)
     np.testing.assert_array_equal(
         decode("q8_0", bytes(infinite), 50, hi=20), decode("q8_0", payload, 50, hi=20)
     )

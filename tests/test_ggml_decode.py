@@ -12,6 +12,7 @@ import pytest
 from gguf import GGMLQuantizationType, quants
 from kvcodecs import _core
 from kvcodecs.errors import InvalidArgument
+from kvcodecs.ggml import dequantise
 from kvcodecs.ggml.reference import decoders as reference
 from kvcodecs.ggml.reference.fields import U8
 from kvcodecs.ggml.schemes import SCHEMES, Scheme, scheme_by_name
@@ -120,6 +121,24 @@ def test_halves_tell_of_the_smallest_overflow(scheme: Scheme) -> None:
             for block, fits in zip(blocks, fit, strict=True):
                 halves = _core.ggml_decode_half(scheme.number, block, level)
                 assert (halves is not None) == fits
+
+
+@every_scheme
+def test_a_scale_that_is_no_number_is_refused_in_narrow_types(scheme: Scheme) -> None:
+    for place in (0, 35, 69):
+        blocks = np.zeros((70, scheme.block_bytes), np.uint8)
+        blocks[place] = 0xFF  # NaN in every field that is a float
+        out = np.empty(len(blocks) * scheme.block_values, np.float32)
+        for level in LEVELS:
+            assert not _core.ggml_decode_values(scheme.number, blocks, out, 0, 1, level)
+            finite = np.isfinite(out.reshape(70, -1)).all(axis=1)
+            assert list(np.flatnonzero(~finite)) == [place]
+            for kind in (1, 2):
+                halves = np.empty(out.shape, np.uint16)
+                assert _core.ggml_decode_values(scheme.number, blocks, halves, kind, 1, level)
+    for dtype in ("float16", "bfloat16"):
+        with pytest.raises(InvalidArgument, match=f"overflows {dtype}; ask for float32"):
+            dequantise(blocks, scheme, dtype)
 
 
 @every_scheme

@@ -175,6 +175,78 @@ def test_the_search_errs_less_on_made_up_values_too(name):
         assert error <= simple_error
 
 
+def one_of(n, at, value, others=0.0):
+    x = np.full(n, others)
+    x[at] = value
+    return x
+
+
+def hard_shapes(rng, n):
+    """Yield values of magnitude 1 that leave a fit of scales and offsets little to go by."""
+    ramp = np.linspace(0, 1, n)
+    for sign in (1, -1):
+        yield np.full(n, sign)
+        yield from (sign * (1 + 10.0**k * rng.uniform(-1, 1, n)) for k in range(-7, 1))
+        yield from (sign * one_of(n, n // 3, 1, others) for others in (0, 1e-6, 1e-3, 0.9, -0.9))
+        yield from (sign * (low + (1 - low) * ramp) for low in (-1, 0, 0.5, 0.99))
+        yield sign * np.abs(rng.normal(0, 0.3, n))
+    yield from (np.where(np.arange(n) % 2, 1, other) for other in (-1, 0, 0.999, -0.5))
+    yield rng.choice([-1, 1, 0], n)
+
+
+def hard_blocks(n):
+    """Return such blocks of all magnitudes, and others whose parts are of several shapes."""
+    rng = np.random.default_rng(12)
+    powers = [-40, *range(-27, -9), -3, 0, 10, 17, 22, 26, 39]
+    shapes = list(hard_shapes(rng, n))
+    blocks = [x * 2.0**k for x in shapes for k in rng.choice(powers, 3, replace=False)]
+    parts = [x for part in (16, 32) for x in hard_shapes(rng, part)]
+    for _ in range(60):
+        few = [parts[i] for i in rng.integers(0, len(parts), 4)]
+        signs = rng.choice([-1, 1, 2.0**-20], 4)
+        drawn = [few[i] * signs[i] for i in rng.integers(0, 4, n // 16)]
+        blocks.append(np.concatenate(drawn)[:n] * 2.0 ** rng.choice(powers))
+    return np.stack(blocks).astype(np.float32)
+
+
+@pytest.mark.parametrize("name", SEARCHED)
+def test_no_block_errs_more_than_with_the_simple_encoder_or_as_zeros(name):
+    scheme = scheme_by_name(name)
+    blocks = hard_blocks(scheme.block_values)
+    simple = decoders.decode(encoders.encode(blocks, scheme), scheme)
+    squares = np.square(blocks, dtype=np.float64).sum(axis=1)
+    with np.errstate(all="ignore"):
+        allowed = np.square(simple.astype(np.float64) - blocks).sum(axis=1)
+    allowed = np.where(np.isfinite(allowed), np.minimum(allowed, squares), squares)
+    # What is summed in float32; gains of rows of grids are differences of large numbers.
+    allowed = allowed * 1.00001 + squares * (
+        1e-6 if name.startswith(("iq1", "iq2", "iq3")) else 1e-12
+    )
+    for x, limit, other in zip(blocks, allowed, simple, strict=True):
+        first, *rest = (encode(name, x, level) for level in levels_here())
+        if first is None:
+            assert rest.count(None) == len(rest)
+            assert not np.isfinite(other).all()
+            continue
+        assert all(np.array_equal(more, first) for more in rest)
+        error = np.square(decode(name, first).astype(np.float64) - x).sum()
+        assert error <= limit, x
+
+
+@pytest.mark.parametrize("name", ["q2_k", "q4_k", "q5_k"])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_sub_blocks_of_almost_equal_values_stay_themselves(name, sign):
+    rng = np.random.default_rng(13)
+    for spread in (0, 1e-7, 1e-5, 1e-3, 0.02, 0.1):
+        x = np.concatenate([rng.normal(0, 1, 128), np.zeros(128)])
+        for where in (slice(0, 32), slice(64, 128), slice(0, 256)):
+            x[where] = sign * (2 + 2 * spread * rng.random(where.stop - where.start))
+            decoded = decode(name, encode(name, x.astype(np.float32)))
+            # A sixteenth or a 64th part of the largest scale is what the others are multiples of.
+            step = 0.001 if where.stop == 256 else 0.15 if name == "q2_k" else 0.035
+            assert np.abs(decoded - x)[where].max() <= 2 * (spread + step)
+
+
 @pytest.mark.parametrize("name", [*SEARCHED, *sorted(encoders.EXACT)])
 def test_one_block_alone_is_the_same_as_among_others(name, streams):
     scheme = scheme_by_name(name)
@@ -229,3 +301,6 @@ def test_a_scale_beyond_float16_is_refused(name):
             y = x.copy()
             y[at] = value
             assert all(encode(name, y, level) is None for level in levels_here())
+    for value in (2.0**39, -(2.0**39), 1e10):  # no less so where all of a block are equal
+        y = np.full(len(x), value, np.float32)
+        assert all(encode(name, y, level) is None for level in levels_here())

@@ -37,19 +37,19 @@ KV_HD kv_u16 to_float16_bits(float value) {
   return (kv_u16)((f.bits >> 16 & 0x8000u) | (exponent + (sum.bits - power.bits)));
 }
 
-// Sets `overflow` when a finite value rounds to infinity.
+// Sets `overflow` when a value becomes infinite, as NaN does.
 KV_HD kv_u16 to_float16(float value, bool& overflow) {
   const kv_u16 bits = to_float16_bits(value);
   overflow |= (bits & 0x7FFF) >= 0x7C00;
   return bits;
 }
 
+// The same; NaN counts as an overflow here too.
 KV_HD kv_u16 to_bfloat16(float value, bool& overflow) {
   FloatBits f;
   f.value = value;
-  const kv_u32 a = f.bits + 0x7FFFu + ((f.bits >> 16) & 1u);
-  overflow |= (a & 0x7F800000u) == 0x7F800000u;
-  return (kv_u16)(a >> 16);
+  overflow |= (f.bits & 0x7FFFFFFFu) >= 0x7F7F8000u;
+  return (kv_u16)((f.bits + 0x7FFFu + ((f.bits >> 16) & 1u)) >> 16);
 }
 
 }  // namespace kv

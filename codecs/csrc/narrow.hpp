@@ -7,7 +7,7 @@
 namespace kv {
 
 // Conversions of contiguous rows. Each instruction set has its own; all of them give the same bits. They return whether
-// a value overflows.
+// a value overflows; NaN does.
 struct Narrow {
   bool (*row)(const float* row, kv_u32 n, kv_u16* out);
   bool (*values)(const kv_i32* values, kv_u32 n, float unit, kv_u16* out);  // integers times a unit
@@ -28,7 +28,7 @@ inline bool narrow_values(const kv_i32* __restrict values, kv_u32 n, float unit,
 #if KV_X86
 // to_float16_bits of half.hpp in the SSE2 that every x86-64 CPU has: compilers make three times as much of it.
 struct Narrow128 {
-  __m128 largest = _mm_setzero_ps();
+  __m128 beyond = _mm_setzero_ps();
 
   static __m128i bits(__m128 x) {
     const __m128 magnitude = _mm_andnot_ps(_mm_set1_ps(-0.0f), x);
@@ -45,12 +45,12 @@ struct Narrow128 {
   template <bool kChecked>
   void put(__m128 low, __m128 high, kv_u16* out) {
     if (kChecked) {
-      largest = _mm_max_ps(largest, _mm_andnot_ps(_mm_set1_ps(-0.0f), low));
-      largest = _mm_max_ps(largest, _mm_andnot_ps(_mm_set1_ps(-0.0f), high));
+      beyond = _mm_or_ps(beyond, _mm_cmpnlt_ps(_mm_andnot_ps(_mm_set1_ps(-0.0f), low), _mm_set1_ps(65520.0f)));
+      beyond = _mm_or_ps(beyond, _mm_cmpnlt_ps(_mm_andnot_ps(_mm_set1_ps(-0.0f), high), _mm_set1_ps(65520.0f)));
     }
     _mm_storeu_si128((__m128i*)out, _mm_packs_epi32(bits(low), bits(high)));
   }
-  bool overflow() const { return _mm_movemask_ps(_mm_cmplt_ps(largest, _mm_set1_ps(65520.0f))) != 15; }
+  bool overflow() const { return _mm_movemask_ps(beyond) != 0; }
 };
 
 inline bool narrow_row_sse2(const float* row, kv_u32 n, kv_u16* out) {

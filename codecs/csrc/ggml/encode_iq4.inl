@@ -1,6 +1,7 @@
 // iq4_nl and iq4_xs: a scale times one of sixteen levels. Part of encode_iq.inl.
 
 struct Levels4 {
+  static constexpr float kLeast = kIQ4Values[0];
   static Floats nearest(Floats v) {
     Floats level = all(kIQ4Values[0]);
     for (int k = 1; k < 16; ++k)
@@ -25,7 +26,7 @@ inline void put_levels(const Get& level, kv_u8* out) {
 // Sixteen blocks at a time; the last one again where there are no others.
 bool encode_iq4_nl(const float* values, kv_u64 n_blocks, kv_u8* out) {
   bool fits = true;
-  alignas(64) float x[32][kLanes], q[32][kLanes], scales[kLanes], xq[kLanes], qq[kLanes];
+  alignas(64) float x[32][kLanes], q[32][kLanes], scales[kLanes], simple[kLanes], xq[kLanes], qq[kLanes];
   for (kv_u64 first = 0; first < n_blocks; first += kLanes) {
     const int n = n_blocks - first < kLanes ? (int)(n_blocks - first) : kLanes;
     const float* blocks[kLanes];
@@ -34,14 +35,20 @@ bool encode_iq4_nl(const float* values, kv_u64 n_blocks, kv_u8* out) {
       if (!(largest_of(blocks[b], 32) < kBeyondAll)) return false;
     }
     into_lanes<32, 1>(blocks, x);
-    search_scales<Levels4, 32>(x, kLevels4, 16, scales);
-    for (float& scale : scales) {
-      scale = stored(scale);
-      fits &= std::fabs(scale) < kInfinity;
+    search_scales<Levels4, 32>(x, kLevels4, 16, scales, simple);
+    for (int b = 0; b < kLanes; ++b) {
+      scales[b] = stored(scales[b]);
+      simple[b] = simple_unit(simple[b]);
+      fits &= std::fabs(scales[b]) < kInfinity || std::fabs(simple[b]) < kInfinity;
     }
-    for (int lane = 0; lane < kLanes; lane += kWide) {  // the least float16 may be far too large
-      const Floats scale = load(scales + lane), zero = error_of<Levels4, 32>(x, lane, all(0));
-      store(error_of<Levels4, 32>(x, lane, scale) < zero ? scale : all(0), scales + lane);
+    for (int lane = 0; lane < kLanes; lane += kWide) {  // float16 may be far too coarse
+      Floats scale = all(0), best = squares_of<32>(x, lane);
+      for (const float* others : {scales, simple}) {
+        const Floats other = load(others + lane), error = error_of<Levels4, 32>(x, lane, other);
+        scale = error < best ? other : scale;
+        best = least(error, best);
+      }
+      store(scale, scales + lane);
     }
     codes_of<Levels4, 32>(x, scales, q, xq, qq);
     for (int b = 0; b < n; ++b) {
@@ -58,15 +65,15 @@ constexpr float kEnds4[] = {-32, -31, -30, -28.5f, -27, 31, 29.5f, 28};
 // Two blocks at a time.
 bool encode_iq4_xs(const float* values, kv_u64 n_blocks, kv_u8* out) {
   bool fits = true;
-  alignas(64) float x[32][kLanes], q[32][kLanes], scales[kLanes];
+  alignas(64) float x[32][kLanes], q[32][kLanes], scales[kLanes], simple[kLanes];
   for (kv_u64 first = 0; first < n_blocks; first += 2) {
     const int n = n_blocks - first < 2 ? 1 : 2;
     const float* blocks[2] = {values + first * 256, values + (first + (kv_u64)n - 1) * 256};
     for (const float* block : blocks)
       if (!(largest_of(block, 256) < kBeyondAll)) return false;
     into_lanes<32, 8>(blocks, x);
-    search_scales<Levels4, 32>(x, kLevels4, 16, scales);
-    const Multiples found = search_multiples<Levels4, 32, 8>(x, scales, kEnds4, 8, -32, 31, q);
+    search_scales<Levels4, 32>(x, kLevels4, 16, scales, simple);
+    const Multiples found = search_multiples<Levels4, 32, 8>(x, scales, simple, kEnds4, 8, -32, 31, q);
     fits &= found.fits;
     for (int b = 0; b < n; ++b) {
       kv_u8* to = out + (first + (kv_u64)b) * 136;

@@ -34,12 +34,12 @@ constexpr float kEnds6[] = {-128, 127, -118, 116};
 
 bool encode_q3_k(const float* values, kv_u64 n_blocks, kv_u8* out) {
   bool fits = true;
-  alignas(64) float x[16][kLanes], q[16][kLanes], scales[kLanes];
+  alignas(64) float x[16][kLanes], q[16][kLanes], scales[kLanes], simple[kLanes];
   for (; n_blocks > 0; --n_blocks, values += 256, out += 110) {
     if (!(largest_of(values, 256) < kBeyondAll)) return false;
     into_lanes<16, 16>(&values, x);
-    search_scales<Whole<-4, 3>, 16>(x, kLevels3, 13, scales);
-    const Multiples found = search_multiples<Whole<-4, 3>, 16, 16>(x, scales, kEnds3, 12, -32, 31, q);
+    search_scales<Whole<-4, 3>, 16>(x, kLevels3, 13, scales, simple);
+    const Multiples found = search_multiples<Whole<-4, 3>, 16, 16>(x, scales, simple, kEnds3, 12, -32, 31, q);
     fits &= found.fits;
     put_half(found.d[0], out + 108);
     kv_u8 c[256], s[16];
@@ -55,12 +55,12 @@ bool encode_q3_k(const float* values, kv_u64 n_blocks, kv_u8* out) {
 
 bool encode_q6_k(const float* values, kv_u64 n_blocks, kv_u8* out) {
   bool fits = true;
-  alignas(64) float x[16][kLanes], q[16][kLanes], scales[kLanes];
+  alignas(64) float x[16][kLanes], q[16][kLanes], scales[kLanes], simple[kLanes];
   for (; n_blocks > 0; --n_blocks, values += 256, out += 210) {
     if (!(largest_of(values, 256) < kBeyondAll)) return false;
     into_lanes<16, 16>(&values, x);
-    search_scales<Whole<-32, 31>, 16>(x, kLevels6, 18, scales);
-    const Multiples found = search_multiples<Whole<-32, 31>, 16, 16>(x, scales, kEnds6, 4, -128, 127, q);
+    search_scales<Whole<-32, 31>, 16>(x, kLevels6, 18, scales, simple);
+    const Multiples found = search_multiples<Whole<-32, 31>, 16, 16>(x, scales, simple, kEnds6, 4, -128, 127, q);
     fits &= found.fits;
     put_half(found.d[0], out + 208);
     kv_u8 c[256];
@@ -82,12 +82,13 @@ constexpr float kEnds45[] = {63, 58};
 
 bool encode_q2_k(const float* values, kv_u64 n_blocks, kv_u8* out) {
   bool fits = true;
-  alignas(64) float x[16][kLanes], q[16][kLanes], scales[kLanes], offsets[kLanes];
+  alignas(64) float x[16][kLanes], q[16][kLanes];
+  Ranges ranges;
   for (; n_blocks > 0; --n_blocks, values += 256, out += 84) {
     if (!(largest_of(values, 256) < kBeyondAll)) return false;
     into_lanes<16, 16>(&values, x);
-    search_offsets<3, 16>(x, kCuts2, 5, scales, offsets);
-    const Pairs found = search_pairs<3, 16, 16>(x, scales, offsets, kEnds2, 4, 15, q);
+    search_offsets<3, 16>(x, kCuts2, 5, ranges);
+    const Pairs found = search_pairs<3, 16, 16>(x, ranges, kEnds2, 4, 15, q);
     fits &= found.fits;
     for (int g = 0; g < 16; ++g) out[g] = (kv_u8)((int)found.s[g] | (int)found.m[g] << 4);
     kv_u8 c[256];
@@ -115,15 +116,16 @@ bool encode_q45_k(const float* values, kv_u64 n_blocks, kv_u8* out) {
   constexpr kv_u64 kBytes = kTop == 15 ? 144 : 176;
   constexpr const float* kCuts = kTop == 15 ? kCuts4 : kCuts5;
   bool fits = true;
-  alignas(64) float x[32][kLanes], q[32][kLanes], scales[kLanes], offsets[kLanes];
+  alignas(64) float x[32][kLanes], q[32][kLanes];
+  Ranges ranges;
   for (kv_u64 first = 0; first < n_blocks; first += 2) {
     const int n = n_blocks - first < 2 ? 1 : 2;
     const float* blocks[2] = {values + first * 256, values + (first + (kv_u64)n - 1) * 256};
     for (const float* block : blocks)
       if (!(largest_of(block, 256) < kBeyondAll)) return false;
     into_lanes<32, 8>(blocks, x);
-    search_offsets<kTop, 32>(x, kCuts, 4, scales, offsets);
-    const Pairs found = search_pairs<kTop, 32, 8>(x, scales, offsets, kEnds45, 2, 63, q);
+    search_offsets<kTop, 32>(x, kCuts, 4, ranges);
+    const Pairs found = search_pairs<kTop, 32, 8>(x, ranges, kEnds45, 2, 63, q);
     fits &= found.fits;
     for (int b = 0; b < n; ++b) {
       kv_u8* to = out + (first + (kv_u64)b) * kBytes;

@@ -27,6 +27,7 @@ inline Floats nearest_between(Floats v, float low, float high) {
 // Whole numbers from kLow to kHigh.
 template <int kLow, int kHigh>
 struct Whole {
+  static constexpr float kLeast = kLow;
   static Floats nearest(Floats v) { return nearest_between(v, kLow, kHigh); }
   static kv_u8 code(float value) { return (kv_u8)((int)value - kLow); }
 };
@@ -61,12 +62,32 @@ inline void into_lanes(const float* const* blocks, float (*x)[kLanes]) {
   }
 }
 
+// The unit of a block's scales as an encoder that does not search stores it, and the `k` with which `d (first + step k)`
+// is nearest to a scale. Every search tries them, so that none of them errs more than that.
+inline float simple_unit(float d) { return from_float16(to_float16_bits(d)); }
+inline float simple_multiple(float scale, float d, float low, float high, float first = 0, float step = 1) {
+  const float k = d != 0 ? std::nearbyint((scale / d - first) / step) : 0;
+  return k < low ? low : k > high ? high : k;
+}
+
+// The squared error of each lane as zeros.
+template <int kN>
+inline Floats squares_of(const float (*x)[kLanes], int lane) {
+  Floats sum = all(0);
+  for (int i = 0; i < kN; ++i) {
+    const Floats v = load(x[i] + lane);
+    sum += v * v;
+  }
+  return sum;
+}
+
 // ---- Values that are a scale times a code.
 
 // The scale of each lane with the least squared error among those that put the value of largest magnitude on one of
-// `levels`, each fitted to the codes that follow from it, and the best of them once more.
+// `levels`, each fitted to the codes that follow from it, and the best of them once more. `simple` are those that put
+// it on the least code.
 template <class Code, int kN>
-void search_scales(const float (*x)[kLanes], const float* levels, int n_levels, float* scales) {
+void search_scales(const float (*x)[kLanes], const float* levels, int n_levels, float* scales, float* simple) {
   for (int lane = 0; lane < kLanes; lane += kWide) {
     Floats big = all(0), best = all(0), scale = all(0);
     for (int i = 0; i < kN; ++i) {
@@ -87,6 +108,7 @@ void search_scales(const float (*x)[kLanes], const float* levels, int n_levels, 
       best = gain > best ? gain : best;
     }
     store(scale, scales + lane);
+    store(big / Code::kLeast, simple + lane);
   }
 }
 
@@ -143,25 +165,35 @@ void codes_of(const float (*x)[kLanes], const float* steps, float (*q)[kLanes], 
   }
 }
 
-// One scale for each block and multiples of it from `low` to `high`: the largest scale is tried on every multiple of
-// `ends`, then the scale is fitted to the codes twice. `q` gets the codes' values.
+// One scale for each block and multiples of it from `low` to `high`, none of which errs more than zeros: the largest
+// scale is tried on every multiple of `ends`, the largest simple one on `high`, then the scale is fitted to the codes
+// twice. `q` gets the codes' values.
 template <class Code, int kN, int kPerBlock>
-Multiples search_multiples(const float (*x)[kLanes], const float* scales, const float* ends, int n_ends, float low,
-                           float high, float (*q)[kLanes]) {
+Multiples search_multiples(const float (*x)[kLanes], const float* scales, const float* simple, const float* ends,
+                           int n_ends, float low, float high, float (*q)[kLanes]) {
   constexpr int kBlocks = kLanes / kPerBlock, kFits = 2;
-  Multiples best;
-  best.fits = true;
+  const int n_starts = n_ends + 1;
+  Multiples best{};
   alignas(64) float d[kLanes], multiples[kLanes], errors[kLanes], steps[kLanes], xq[kLanes], qq[kLanes];
-  float largest[kBlocks], least_error[kBlocks] = {};
+  float largest[kBlocks], largest_simple[kBlocks], least_error[kBlocks];
+  bool fits[kBlocks] = {};
+  for (int lane = 0; lane < kLanes; lane += kWide) store(squares_of<kN>(x, lane), errors + lane);
   for (int b = 0; b < kBlocks; ++b) {
-    largest[b] = 0;
-    for (int g = b * kPerBlock; g < (b + 1) * kPerBlock; ++g)
+    largest[b] = largest_simple[b] = least_error[b] = 0;
+    for (int g = b * kPerBlock; g < (b + 1) * kPerBlock; ++g) {
       if (std::fabs(scales[g]) > std::fabs(largest[b])) largest[b] = scales[g];
+      if (std::fabs(simple[g]) > largest_simple[b]) largest_simple[b] = std::fabs(simple[g]);
+      least_error[b] += errors[g];
+    }
   }
-  for (int k = 0; k < n_ends + kFits; ++k) {
+  for (int k = 0; k < n_starts + kFits; ++k) {
     for (int b = 0; b < kBlocks; ++b) {
-      float unit = k < n_ends ? stored(largest[b] / ends[k]) : 0;
-      if (k >= n_ends) {
+      float unit;
+      if (k < n_ends) {
+        unit = stored(largest[b] / ends[k]);
+      } else if (k == n_ends) {
+        unit = simple_unit(largest_simple[b] / high);
+      } else {
         float over = 0, under = 0;
         for (int g = b * kPerBlock; g < (b + 1) * kPerBlock; ++g) {
           over += best.of[g] * xq[g];
@@ -169,26 +201,32 @@ Multiples search_multiples(const float (*x)[kLanes], const float* scales, const 
         }
         unit = under > 0 ? stored(over / under) : 0;
       }
-      if (!(std::fabs(unit) < kInfinity)) {
-        if (k == 0) best.fits = false;
-        unit = 0;
-      }
-      for (int g = b * kPerBlock; g < (b + 1) * kPerBlock; ++g) d[g] = unit;
+      const bool finite = std::fabs(unit) < kInfinity;
+      if (k < n_starts) fits[b] |= finite;
+      for (int g = b * kPerBlock; g < (b + 1) * kPerBlock; ++g) d[g] = finite ? unit : 0;
     }
-    choose_multiples<Code, kN>(x, scales, d, low, high, multiples, errors);
+    if (k == n_ends) {
+      for (int g = 0; g < kLanes; ++g) multiples[g] = simple_multiple(simple[g], d[g], low, high);
+      for (int lane = 0; lane < kLanes; lane += kWide)
+        store(error_of<Code, kN>(x, lane, load(d + lane) * load(multiples + lane)), errors + lane);
+    } else {
+      choose_multiples<Code, kN>(x, scales, d, low, high, multiples, errors);
+    }
     for (int b = 0; b < kBlocks; ++b) {
       float error = 0;
       for (int g = b * kPerBlock; g < (b + 1) * kPerBlock; ++g) error += errors[g];
-      if (k > 0 && !(error < least_error[b])) continue;
+      if (!(error < least_error[b])) continue;
       least_error[b] = error;
       for (int g = b * kPerBlock; g < (b + 1) * kPerBlock; ++g) {
         best.d[g] = d[g];
         best.of[g] = multiples[g];
       }
     }
-    if (k < n_ends - 1) continue;
+    if (k < n_starts - 1) continue;
     for (int g = 0; g < kLanes; ++g) steps[g] = best.d[g] * best.of[g];
     codes_of<Code, kN>(x, steps, q, xq, qq);
   }
+  best.fits = true;
+  for (bool fit : fits) best.fits &= fit;
   return best;
 }

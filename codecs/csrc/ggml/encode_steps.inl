@@ -1,10 +1,10 @@
 // The search for scales of rows of grids. Part of encode_iq.inl.
 
 // The scale of each lane with the largest gain among those that put the value of largest magnitude on some share of the
-// largest level.
+// largest level. `simple` are those that put it there.
 template <class S>
 void search_scales_of_rows(const ScanGrid& grid, const Scan<S>& scan, const float* shares, int n_shares,
-                           float* scales) {
+                           float* scales, float* simple) {
   for (int lane = 0; lane < kLanes; lane += kWide) {
     Floats largest = all(0), best = all(0), found = all(0);
     for (int t = 0; t < S::slots; ++t)
@@ -16,6 +16,7 @@ void search_scales_of_rows(const ScanGrid& grid, const Scan<S>& scan, const floa
       best = most(best, gain);
     }
     store(found, scales + lane);
+    store(largest / S::largest_level, simple + lane);
   }
 }
 
@@ -36,6 +37,22 @@ void choose_steps(const ScanGrid& grid, const Scan<S>& scan, const float* scales
     }
     store(chosen, steps + lane);
     store(best, gains + lane);
+  }
+}
+
+// The last of all steps.
+template <class S>
+constexpr float kLast = S::first + S::step * (S::count - 1);
+
+// The steps nearest to simple scales.
+template <class S>
+void simple_steps(const ScanGrid& grid, const Scan<S>& scan, const float* simple, const float* d, float* steps,
+                  float* gains) {
+  for (int lane = 0; lane < kLanes; lane += kWide) {
+    for (int g = lane; g < lane + kWide; ++g)
+      steps[g] = simple_multiple(simple[g], d[g] * S::unit, 0, (float)(S::count - 1), S::first, S::step);
+    const Floats scale = load(d + lane) * S::unit * (S::first + S::step * load(steps + lane));
+    store(gain_of<S, false>(grid, scan, lane, scale, nullptr), gains + lane);
   }
 }
 
@@ -77,48 +94,48 @@ float fit_unit(const ScanGrid& grid, const Scan<S>& scan, const Steps<S>& steps,
   return under > 0 && over > 0 ? stored(over / under) : 0;
 }
 
-// One unit of scales for each block: the largest scale is tried on the steps `ends`, then the unit is fitted to the
-// rows twice.
+// One unit of scales for each block, with which it errs no more than as zeros: the largest scale is tried on the steps
+// `ends`, the largest simple one on the last of all, then the unit is fitted to the rows twice.
 template <class S>
-Steps<S> search_steps(const ScanGrid& grid, const Scan<S>& scan, const float* scales, const float* ends, int n_ends,
-                      Picks<S>& picks) {
+Steps<S> search_steps(const ScanGrid& grid, const Scan<S>& scan, const float* scales, const float* simple,
+                      const float* ends, int n_ends, Picks<S>& picks) {
   constexpr int kFits = 2;
-  Steps<S> best, now;
-  best.fits = true;
-  float largest[S::blocks], most_gain[S::blocks] = {};
+  const int n_starts = n_ends + 1;
+  Steps<S> best{}, now;
+  float largest[S::blocks], largest_simple[S::blocks], most_gain[S::blocks] = {};
+  bool fits[S::blocks] = {};
   alignas(64) float gains[kLanes];
   for (int b = 0; b < S::blocks; ++b) {
-    largest[b] = 0;
-    for (int g = b * S::subs; g < (b + 1) * S::subs; ++g) largest[b] = scales[g] > largest[b] ? scales[g] : largest[b];
+    largest[b] = largest_of(scales + b * S::subs, S::subs);
+    largest_simple[b] = largest_of(simple + b * S::subs, S::subs);
   }
-  for (int k = 0; k < n_ends + kFits; ++k) {
+  for (int k = 0; k < n_starts + kFits; ++k) {
     for (int b = 0; b < S::blocks; ++b) {
-      float d = k < n_ends ? stored(largest[b] / (S::unit * ends[k]))
-                           : fit_unit<S>(grid, scan, best, picks, b * S::subs);
-      if (!(d < kInfinity)) {
-        if (k == 0) best.fits = false;
-        d = 0;
-      }
-      for (int g = b * S::subs; g < (b + 1) * S::subs; ++g) now.d[g] = d;
+      const float d = k < n_ends    ? stored(largest[b] / (S::unit * ends[k]))
+                      : k == n_ends ? simple_unit(largest_simple[b] / (S::unit * kLast<S>))
+                                    : fit_unit<S>(grid, scan, best, picks, b * S::subs);
+      const bool finite = d < kInfinity;
+      if (k < n_starts) fits[b] |= finite;
+      for (int g = b * S::subs; g < (b + 1) * S::subs; ++g) now.d[g] = finite ? d : 0;
     }
-    choose_steps<S>(grid, scan, scales, now.d, now.k, gains);
+    if (k == n_ends)
+      simple_steps<S>(grid, scan, simple, now.d, now.k, gains);
+    else
+      choose_steps<S>(grid, scan, scales, now.d, now.k, gains);
     for (int b = 0; b < S::blocks; ++b) {
       float gain = 0;
       for (int g = b * S::subs; g < (b + 1) * S::subs; ++g) gain += gains[g];
-      // Nothing is better than a scale that makes things worse.
-      if (k == 0 ? gain <= 0 : !(gain > most_gain[b])) {
-        if (k > 0) continue;
-        for (int g = b * S::subs; g < (b + 1) * S::subs; ++g) best.d[g] = best.k[g] = 0;
-        continue;
-      }
+      if (!(gain > most_gain[b])) continue;
       most_gain[b] = gain;
       for (int g = b * S::subs; g < (b + 1) * S::subs; ++g) {
         best.d[g] = now.d[g];
         best.k[g] = now.k[g];
       }
     }
-    if (k >= n_ends - 1) pick_rows<S>(grid, scan, best, picks);
+    if (k >= n_starts - 1) pick_rows<S>(grid, scan, best, picks);
   }
+  best.fits = true;
+  for (bool fit : fits) best.fits &= fit;
   return best;
 }
 
@@ -189,7 +206,7 @@ bool encode_rows(const float* values, kv_u64 n_blocks, kv_u8* out, const float* 
   bool fits = true;
   Scan<S> scan;
   Picks<S> picks;
-  alignas(64) float scales[kLanes];
+  alignas(64) float scales[kLanes], simple[kLanes];
   for (kv_u64 first = 0; first < n_blocks; first += S::blocks) {
     const int n = n_blocks - first < S::blocks ? (int)(n_blocks - first) : S::blocks;
     const float* blocks[S::blocks];
@@ -199,8 +216,8 @@ bool encode_rows(const float* values, kv_u64 n_blocks, kv_u8* out, const float* 
     }
     fill<S>(blocks, scan);
     scan_rows<S>(grid, scan);
-    search_scales_of_rows<S>(grid, scan, shares, n_shares, scales);
-    const Steps<S> steps = search_steps<S>(grid, scan, scales, ends, n_ends, picks);
+    search_scales_of_rows<S>(grid, scan, shares, n_shares, scales, simple);
+    const Steps<S> steps = search_steps<S>(grid, scan, scales, simple, ends, n_ends, picks);
     fits &= steps.fits;
     for (int b = 0; b < n; ++b) {
       RowCodes codes;

@@ -93,6 +93,11 @@ def dequantise(
     ------
     InvalidArgument
         Another dtype or shape, or a value that overflows `dtype`.
+
+    Notes
+    -----
+    No encoder writes a scale that is infinite or NaN. Of blocks that have one, ``"float32"`` gives
+    the values that are not finite; the narrower types refuse them as an overflow.
     """
     scheme, rows = _scheme(scheme), np.asarray(rows)
     if rows.ndim == 0 or rows.dtype != np.uint8 or rows.shape[-1] % scheme.block_bytes:
