@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from kvcodecs.attention import Attention, Rows
+from kvcodecs.attention import Attention, Rows, check_scale
 from kvcodecs.errors import Corrupt, InvalidArgument
 from kvcodecs.ggml.arrays import dequantise
 from kvcodecs.ggml.schemes import Scheme
-from kvcodecs.plan import available_cpus
+from kvcodecs.plan import available_cpus, check_threads
 from kvcodecs.spec import F32, KINDS, Kind, KState, StreamSpec, float_dtype
-from kvcodecs.tensor import as_float32
+from kvcodecs.tensor import as_array, as_float32
 
 from .attention_walk import Walk
-from .layout import check_threads
 from .pieces import pieces
 from .session import Session
 from .token_range import check_range, check_token
@@ -140,6 +138,8 @@ def attend(
     n_threads = check_threads(n_threads)
     if k_state not in ("pre", "post"):
         raise InvalidArgument(f"attend: k_state {k_state!r}, expected 'pre' or 'post'")
+    if not isinstance(causal, bool | np.bool_):
+        raise InvalidArgument(f"attend: causal {causal!r}: expected True or False")
     asked = _Asked(q, scale, causal, window, first_query, start, stop, k_state)
     if isinstance(source, Session):
         return _attend_session(asked, source, _layer_number(layer), n_threads)
@@ -186,7 +186,7 @@ class _Query:
 
 def _query(asked: _Asked, spec: StreamSpec, start: int, stop: int, where: str) -> _Query:
     """Check queries for a layer that has positions ``[start, stop)``."""
-    q = np.asarray(asked.q)
+    q = as_array(asked.q, f"{where}: q")
     if q.ndim not in (2, 3) or q.shape[-1] != spec.head_dim or q.shape[0] % spec.heads:
         raise InvalidArgument(
             f"{where}: q of shape {q.shape}, expected (n_heads, head_dim={spec.head_dim}) or "
@@ -201,10 +201,10 @@ def _query(asked: _Asked, spec: StreamSpec, start: int, stop: int, where: str) -
     if not np.isfinite(values).all():
         at = tuple(int(i) for i in np.argwhere(~np.isfinite(values))[0])
         raise InvalidArgument(f"{where}: q is not finite at head, query, channel {at}")
-    scale = spec.head_dim**-0.5 if asked.scale is None else _number(asked.scale, where)
+    scale = spec.head_dim**-0.5 if asked.scale is None else check_scale(asked.scale, where)
     first_query = stop - n_queries
     if asked.first_query is not None:
-        first_query = check_token(asked.first_query, f"{where}: first_query {asked.first_query!r}")
+        first_query = check_token(asked.first_query, f"{where}: first_query")
         if not 0 <= first_query <= _LAST_QUERY:
             raise InvalidArgument(f"{where}: first_query {first_query}: 0 to {_LAST_QUERY}")
     positions = first_query + np.arange(n_queries, dtype=np.int64)
@@ -213,7 +213,7 @@ def _query(asked: _Asked, spec: StreamSpec, start: int, stop: int, where: str) -
     if asked.causal:
         last = np.minimum(last, positions)
     if asked.window is not None:
-        window = check_token(asked.window, f"{where}: window {asked.window!r}")
+        window = check_token(asked.window, f"{where}: window")
         if window < 1:
             raise InvalidArgument(f"{where}: window {window}: must be positive, or None")
         first = np.maximum(first, positions - min(window, _LAST_QUERY) + 1)
@@ -228,18 +228,6 @@ def _query(asked: _Asked, spec: StreamSpec, start: int, stop: int, where: str) -
         start=int(first[seen].min()) if seen.any() else stop,
         stop=int(last[seen].max()) + 1 if seen.any() else stop,
     )
-
-
-def _number(scale: object, where: str) -> float:
-    if isinstance(scale, bool) or not isinstance(scale, int | float | np.integer | np.floating):
-        raise InvalidArgument(f"{where}: scale {scale!r}: expected a number")
-    try:
-        number = float(scale)
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number):
-        raise InvalidArgument(f"{where}: scale {scale} is not finite")
-    return number
 
 
 def _layer_number(layer: int | None) -> int:

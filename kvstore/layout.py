@@ -115,12 +115,3 @@ def check_fit_tokens(fit_tokens: object) -> None:
     """Raise `InvalidArgument` unless it is an integer from 1 to 65536."""
     if type(fit_tokens) is not int or not 1 <= fit_tokens <= MAX_FIT_TOKENS:
         raise InvalidArgument(f"fit_tokens {fit_tokens!r}: 1 to {MAX_FIT_TOKENS}")
-
-
-def check_threads(n_threads: object) -> int | None:
-    """Return a number of threads, or None; `InvalidArgument` unless it is positive."""
-    if n_threads is None:
-        return None
-    if isinstance(n_threads, bool) or not isinstance(n_threads, int | np.integer) or n_threads < 1:
-        raise InvalidArgument(f"n_threads {n_threads!r}: expected a positive number, or None")
-    return int(n_threads)

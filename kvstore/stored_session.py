@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import numpy.typing as npt
 from kvcodecs.errors import InvalidArgument
+from kvcodecs.plan import check_threads
 from kvcodecs.spec import KINDS, Kind, KState, float_dtype
 
 from .backend import Snapshot
 from .identity import Model
 from .info import SessionInfo, session_info
-from .layout import check_threads
 from .matching import Promise
 from .reader import Reader, Request
 from .session_record import SessionRecord

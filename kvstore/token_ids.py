@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from kvcodecs.errors import Corrupt, InvalidArgument
 from kvcodecs.frame import open_record, seal_record
+from kvcodecs.tensor import as_array
 
 from . import keys
 from .backend import Snapshot
@@ -36,7 +37,7 @@ def check_ids(token_ids: object, n_tokens: int | None = None) -> Ids:
     InvalidArgument
         Not `n_tokens` integers in one dimension.
     """
-    ids = np.asarray(token_ids)
+    ids = as_array(token_ids, "token_ids")
     if n_tokens is None:
         n_tokens = len(ids) if ids.ndim == 1 else 1
     if ids.shape != (n_tokens,):

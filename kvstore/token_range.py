@@ -48,5 +48,5 @@ def check_range(
 def check_token(position: object, what: str) -> int:
     """Return a position as Python's own integer; `InvalidArgument` if it is none."""
     if isinstance(position, bool) or not isinstance(position, int | np.integer):
-        raise InvalidArgument(f"{what} are not a range of integers")
+        raise InvalidArgument(f"{what}: {position!r} is no integer")
     return int(position)

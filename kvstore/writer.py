@@ -15,15 +15,15 @@ from typing import Any, Final, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 from kvcodecs.errors import Closed, InvalidArgument, KvError, Locked, NotFound
-from kvcodecs.plan import available_cpus
+from kvcodecs.plan import available_cpus, check_threads
 from kvcodecs.rope import Rope, RopeTable, to_coded
 from kvcodecs.spec import F32, Kind, KState
-from kvcodecs.tensor import check_tensor
+from kvcodecs.tensor import as_array, check_tensor
 
 from . import keys
 from .backend import Lease, Snapshot, Transaction
 from .catalog import Catalog
-from .layout import check_threads, make_streams
+from .layout import make_streams
 from .pieces import pieces
 from .prefix_upkeep import PrefixKeys
 from .reader import Reader
@@ -249,6 +249,8 @@ class SessionWriter:
         for kind, tensors in given.items():
             n_layers = self._model.n_layers
             items: Any = [None] * n_layers if tensors is None else tensors
+            if not hasattr(items, "__len__"):
+                raise InvalidArgument(f"{self._where}: {kind} is no sequence of layers")
             if len(items) != n_layers:
                 raise InvalidArgument(
                     f"{self._where}: {kind} has {len(items)} layers, the model {n_layers}"
@@ -260,7 +262,7 @@ class SessionWriter:
                     what = "given, but the model has none" if item is not None else "missing"
                     raise InvalidArgument(f"{where}: {what}")
                 if has_stream:
-                    x = np.asarray(item)
+                    x = as_array(item, where)
                     check_tensor(x, self._model.stream(layer, kind), where)
                     found[layer, kind] = x
         return found

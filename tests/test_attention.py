@@ -465,10 +465,16 @@ def test_arguments_are_checked(archive, sample):
         {"scale": 10**400}, {"scale": np.complex64(1)}, {"scale": True}, {"window": True},
         {"window": 2.5}, {"first_query": -1}, {"first_query": 0.5}, {"start": 5, "stop": 4},
         {"stop": 201}, {"start": -1}, {"k_state": "both"}, {"n_threads": 0}, {"layer": 2},
-        {"layer": None}, {"first_query": 1 << 70, "causal": True},
+        {"layer": None}, {"first_query": 1 << 70, "causal": True}, {"n_threads": 1 << 32},
+        {"causal": np.array([1, 2])}, {"causal": "x"}, {"scale": 10**5000},
     ):  # fmt: skip
         with pytest.raises(kvstore.InvalidArgument):
             attend(q, session, **({"layer": 0} | options))
+    for options in ({"window": True}, {"first_query": 0.5}, {"start": 1.5}):
+        with pytest.raises(kvstore.InvalidArgument, match="is no integer"):
+            attend(q, session, 0, **options)
+    with pytest.raises(kvstore.InvalidArgument, match="not an array"):
+        attend([[1], [1, 2]], session, 0)
     for source in (None, "s", archive, q):
         with pytest.raises(kvstore.InvalidArgument, match="source"):
             attend(q, source, 0)

@@ -128,8 +128,13 @@ def test_arrays_that_cannot_be_quantised_are_refused():
             quantise(wrong, "q8_0")
     with pytest.raises(InvalidArgument, match="one of f16, q8_0"):
         quantise(x, "q9")
-    with pytest.raises(InvalidArgument, match="n_threads"):
-        quantise(x, "q8_0", n_threads=-1)
+    for n_threads in (-1, 0, 1 << 32, 1.5, True):
+        with pytest.raises(InvalidArgument, match="n_threads"):
+            quantise(x, "q8_0", n_threads=n_threads)
+        with pytest.raises(InvalidArgument, match="n_threads"):
+            Plan().run(n_threads)
+    with pytest.raises(InvalidArgument, match="not an array"):
+        quantise([[1.0], [1.0, 2.0]], "q8_0")
 
 
 def test_rows_that_are_none_are_refused():
@@ -139,6 +144,11 @@ def test_rows_that_are_none_are_refused():
     for wrong in (packed[:, :33], packed.astype(np.int8), packed[0, 0]):
         with pytest.raises(InvalidArgument, match="multiple of 34"):
             dequantise(wrong, "q8_0")
+    for dtype in (5, None, "float64", [("a", 5)], np.int8):
+        with pytest.raises(InvalidArgument, match="dtype"):
+            dequantise(packed, "q8_0", dtype)
+    with pytest.raises(InvalidArgument, match="not an array"):
+        dequantise([[1], [1, 2]], "q8_0")
     for out in (np.empty((3, 31), "f4"), np.empty((3, 32)), np.empty((32, 3), "f4").T, []):
         with pytest.raises(InvalidArgument, match="out: expected"):
             dequantise(packed, "q8_0", out=out)
@@ -166,12 +176,19 @@ def test_unknown_schemes_and_fields_are_refused():
         GGML("q9_9")
     with pytest.raises(InvalidArgument):
         GGML(8)
-    for name in ("ggml.q9_9", "raw.x", "kvr1.q8_0", "q8_0", "ggml2"):
+    for name in (None, 3, ["ggml"]):
+        with pytest.raises(InvalidArgument, match="give its name"):
+            codec_by_name(name)
+    for name in ("ggml.q9_9", "raw.x", "kvr1.q8_0", "q8_0", "ggml2", "ggml.ggml.q8_0"):
         with pytest.raises(Unsupported, match="unknown"):
             codec_by_name(name)
         with pytest.raises(Unsupported, match="unknown"):
             config_from_json({"codec": name})
-    for data in ({"codec": "ggml"}, {"codec": "ggml.q8_0", "step": 1}):
+    for data in (
+        {"codec": "ggml"},
+        {"codec": "ggml.q8_0", "step": 1},
+        {"codec": "ggml.q8_0", "scheme": "q4_0"},
+    ):
         with pytest.raises(Corrupt):
             config_from_json(data)
 

@@ -392,6 +392,19 @@ def test_head_is_checked_behind_a_right_checksum(layout, offset, new, kind):
         TKV1Codec().decode(with_head(data, offset, new))
 
 
+@pytest.mark.parametrize("name", ["tkv1", "kvr1", "kvraw", "ggml"])
+def test_configurations_with_other_keys_are_refused(name):
+    fields = {"id": name, "scheme": "q8_0"} if name == "ggml" else {"id": name}
+    assert numcodecs.get_codec(fields).get_config()["id"] == name
+    with pytest.raises(InvalidArgument, match=f"^{name}: .*extra"):
+        numcodecs.get_codec(fields | {"extra": 1})
+    if name == "ggml":
+        with pytest.raises(InvalidArgument, match="scheme"):
+            numcodecs.get_codec({"id": name})
+    with pytest.raises(InvalidArgument, match="not an array"):
+        numcodecs.get_codec(fields).encode([[1.0], [1.0, 2.0]])
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @every_layout
 def test_values_that_are_not_finite_are_named(layout, bad):

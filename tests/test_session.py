@@ -788,11 +788,12 @@ def test_times_and_threads(place):
     with kvstore.open(place, "a", lock_timeout=float("inf")) as archive:
         session = archive.create_session("s", model=MODEL)
         k, v = tensors(5)
-        for n_threads in (0, -1, 1.5, True, "2"):
+        for n_threads in (0, -1, 1.5, True, "2", 4097, 1 << 32, 1 << 70):
             for use in (
                 lambda n: session.append(k, v, n_threads=n),
                 lambda n: session.read(0, "k", n_threads=n),
                 lambda n: session.read_all(n_threads=n),
+                lambda n: kvstore.attend(np.ones((2, 16), np.float32), session, 0, n_threads=n),
             ):
                 with pytest.raises(InvalidArgument, match="n_threads"):
                     use(n_threads)

@@ -304,6 +304,8 @@ def test_arrays_that_the_codec_cannot_hold_are_refused(options, what, tmp_path):
     ("fields", "kind", "what"),
     [
         ({"codec": "zip", "kind": "v", "step": 1.0}, Unsupported, "zip"),
+        ({"codec": None, "kind": "v"}, InvalidArgument, "codec None"),
+        ({"codec": "ggml.ggml.q8_0", "kind": "v"}, Unsupported, r"ggml\.ggml"),
         ({"codec": "kvr1", "kind": "q", "step": 1.0}, InvalidArgument, "kind"),
         ({"codec": "kvr1", "kind": "v"}, InvalidArgument, "one of step"),
         ({"codec": "kvr1", "kind": "v", "step": 1.0, "rel_step": 1.0}, InvalidArgument, "one of"),

@@ -7,6 +7,7 @@ running maximum of its scores, the sum of its weights and the weighted sum of V 
 
 from __future__ import annotations
 
+import math
 from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -15,11 +16,12 @@ import numpy.typing as npt
 from . import _core
 from .blocks import SIMD_LEVELS
 from .errors import InvalidArgument
-from .frame import BytesLike
+from .frame import BytesLike, byte_view
 from .ggml.schemes import Scheme
-from .plan import available_cpus
+from .plan import available_cpus, check_threads
 from .rope import Rope
 from .spec import F32
+from .tensor import as_array
 
 #: csrc/simd.hpp Level.
 _LEVELS: Final = {"portable": 0, "avx2": 1, "avx512": 2}
@@ -58,7 +60,7 @@ class Attention:
     Raises
     ------
     InvalidArgument
-        Wrong shapes, or a scale or query that is not finite.
+        Wrong shapes or types, or a scale or query that is not finite.
 
     Notes
     -----
@@ -80,9 +82,13 @@ class Attention:
     ) -> None:
         if simd is not None and simd not in SIMD_LEVELS:
             raise InvalidArgument(f"simd {simd!r}: None, or one of {', '.join(SIMD_LEVELS)}")
+        q = as_array(q, "q")
+        if q.ndim != 3 or q.dtype != np.float32:
+            raise InvalidArgument(
+                f"q is {q.dtype} {q.shape}, expected float32 (kv_heads, n_rows, head_dim)"
+            )
         q = np.ascontiguousarray(q, np.float32)
-        if q.ndim != 3:
-            raise InvalidArgument(f"q of shape {q.shape}, expected (kv_heads, n_rows, head_dim)")
+        scale = check_scale(scale, "attention")
         if not np.isfinite(q).all():
             raise InvalidArgument("q: a value is not finite")
         with np.errstate(over="ignore"):
@@ -91,11 +97,11 @@ class Attention:
             raise InvalidArgument(f"scale {scale}: times q it is beyond float32")
         self._core = _core.attention(
             q,
-            head_dim_v,
+            _integer(head_dim_v, "head_dim_v"),
             scale,
-            np.ascontiguousarray(first, np.int64),
-            np.ascontiguousarray(last, np.int64),
-            None if order is None else np.ascontiguousarray(order, np.int32),
+            _integers(first, "first"),
+            _integers(last, "last"),
+            None if order is None else _integers(order, "order").astype(np.int32),
             -1 if simd is None else _LEVELS[simd],
         )
 
@@ -127,6 +133,8 @@ class Attention:
             K and V of different numbers of rows, wrong shapes, bytes that are not whole rows, or
             positions that the rotation cannot take.
         """
+        if not (rope is None or isinstance(rope, Rope)):
+            raise InvalidArgument(f"attention: rope {rope!r}: expected a Rope or None")
         if rope is not None and not isinstance(k, Rows):
             raise InvalidArgument("attention: K as floats is not rotated; rotate it before")
         (k_data, k_scheme), (v_data, v_scheme) = _operand(k), _operand(v)
@@ -135,10 +143,10 @@ class Attention:
             k_scheme,
             v_data,
             v_scheme,
-            first_position,
+            _integer(first_position, "first_position"),
             None if rope is None else np.ascontiguousarray(rope.inv_freq, np.float32),
             1.0 if rope is None else rope.scaling,
-            n_threads or available_cpus(),
+            check_threads(n_threads) or available_cpus(),
         )
 
     def result(self) -> F32:
@@ -157,9 +165,44 @@ class Attention:
         return out
 
 
+def check_scale(scale: object, where: str) -> float:
+    """Return a scale of scores; `InvalidArgument` unless it is a finite number."""
+    if isinstance(scale, bool) or not isinstance(scale, int | float | np.integer | np.floating):
+        raise InvalidArgument(f"{where}: scale {scale!r}: expected a number")
+    try:
+        number = float(scale)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise InvalidArgument(f"{where}: scale: not finite")
+    return number
+
+
+def _integer(value: object, name: str) -> int:
+    is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not is_integer or not 0 <= value < 1 << 63:  # type: ignore[operator]
+        raise InvalidArgument(f"attention: {name} {value!r}: expected an integer, 0 or more")
+    return int(value)  # type: ignore[call-overload, no-any-return]
+
+
+def _integers(values: npt.ArrayLike, name: str) -> npt.NDArray[np.int64]:
+    given = as_array(values, f"attention: {name}")
+    if given.ndim != 1 or (given.size and not np.can_cast(given.dtype, np.int64)):
+        raise InvalidArgument(
+            f"attention: {name} is {given.dtype} {given.shape}, expected integers in one dimension"
+        )
+    return np.ascontiguousarray(given, np.int64)
+
+
 def _operand(x: Operand) -> tuple[BytesLike | F32, int]:
     if isinstance(x, Rows):
-        return x.data, x.scheme.number
-    if x.dtype != np.float32:
-        raise InvalidArgument(f"attention: values of dtype {x.dtype}, expected float32")
+        if not isinstance(x.scheme, Scheme):
+            raise InvalidArgument(f"attention: scheme {x.scheme!r}: expected a Scheme")
+        try:
+            return byte_view(x.data), x.scheme.number
+        except (TypeError, ValueError, BufferError) as error:
+            raise InvalidArgument(f"attention: rows are no contiguous bytes: {error}") from error
+    if not isinstance(x, np.ndarray) or x.dtype != np.float32:
+        found = getattr(x, "dtype", type(x).__name__)
+        raise InvalidArgument(f"attention: values of {found}, expected an array of float32")
     return x, 0

@@ -12,7 +12,7 @@ from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
-from .errors import InvalidArgument, Unsupported
+from .errors import Corrupt, InvalidArgument, Unsupported
 from .frame import BytesLike, ErrorStats
 from .spec import F32, KState, StreamSpec
 
@@ -202,10 +202,12 @@ def codec_by_number(number: int) -> BlockCodec:
 
 
 def codec_by_name(name: str) -> BlockCodec:
-    """Return the codec called `name`, else raise `Unsupported`.
+    """Return the codec called `name`, else raise `Unsupported` (`InvalidArgument` if no string).
 
     One scheme of a family has the family's name before it, ``"ggml.q8_0"``, in any case.
     """
+    if not isinstance(name, str):
+        raise InvalidArgument(f"codec {name!r}: give its name")
     family, scheme = _split(name)
     if family not in _NUMBERS:
         raise Unsupported(f"codec {name!r} is unknown; this release has {', '.join(_NUMBERS)}")
@@ -228,6 +230,8 @@ def config_from_json(data: Mapping[str, object]) -> CodecConfig:
     name = str(fields.pop("codec", None))
     family, scheme = _split(name)
     codec_by_name(family)
+    if scheme and "scheme" in fields:
+        raise Corrupt(f"codec {name!r}: configuration {fields!r} has another scheme")
     return _config(family, {**fields, "scheme": scheme} if scheme else fields, name)
 
 

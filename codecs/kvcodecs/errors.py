@@ -7,10 +7,20 @@ is wrong, where (archive, session, layer, kind, block), and what to do about it.
 from __future__ import annotations
 
 from functools import partial
+from typing import Final
+
+#: Messages repeat what was given or found, which may be of any length.
+_MOST_CHARACTERS: Final = 2000
 
 
 class KvError(Exception):
-    """Base of all errors that this project raises on purpose."""
+    """Base of all errors that this project raises on purpose; long messages lose their middle."""
+
+    def __init__(self, message: str = "") -> None:
+        if len(message) > _MOST_CHARACTERS:
+            n = _MOST_CHARACTERS // 4
+            message = f"{message[: 3 * n]} ... {message[-n:]}"
+        super().__init__(message)
 
 
 class InvalidArgument(KvError, ValueError):

@@ -6,7 +6,8 @@ The only module that imports numcodecs. The bytes are in `container`.
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar, Final
+from collections.abc import Mapping
+from typing import Any, ClassVar, Final, Self
 
 import numcodecs.compat
 import numpy as np
@@ -32,7 +33,7 @@ from .ggml import GGML
 from .kvr1 import KVR1
 from .raw import Raw
 from .spec import F32, KINDS, MAX_BLOCK_TOKENS, MAX_VALUES, Kind, StreamSpec
-from .tensor import as_float32, check_tensor
+from .tensor import as_array, as_float32, check_tensor
 from .tkv1 import TKV1, TkvFile
 from .tkv1.stream_container import decode_file, encode_file, read_file
 from .tkv1.tkvheader import Layout as TkvLayout
@@ -56,6 +57,14 @@ class _ArrayCodec(Codec):  # type: ignore[misc]
         self._asked = asked
         self._block_tokens = block_tokens
         self._layout: Layout = layout
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Self:
+        """Return the codec of a `get_config`; `InvalidArgument` for other keys or values."""
+        try:
+            return cls(**config)
+        except TypeError as error:
+            raise InvalidArgument(f"{cls.codec_id}: configuration: {error}") from error
 
     def get_config(self) -> dict[str, object]:
         """Return the JSON configuration that `numcodecs.get_codec` takes."""
@@ -86,7 +95,7 @@ class _ArrayCodec(Codec):  # type: ignore[misc]
             Another shape or dtype, a value that is not finite, too large for the step, or
             too large to decode into the dtype for certain.
         """
-        x = np.asarray(buf)
+        x = as_array(buf, self.codec_id)
         if x.ndim != 3:
             raise InvalidArgument(
                 f"{self.codec_id}: shape {x.shape}, expected (heads, tokens, head_dim)"

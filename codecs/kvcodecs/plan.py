@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .codec import BlockCodec
 
 _OUTPUT_TYPES = {FLOAT_DTYPES[name]: i for i, name in enumerate(("float32", "float16", "bfloat16"))}
+_MOST_THREADS = 4096
 # csrc/lane.hpp Status.
 _OVERFLOW = 3
 _DAMAGE = {
@@ -221,7 +222,7 @@ class Plan:
         Parameters
         ----------
         n_threads
-            None or 0: one per CPU this process may use. The result does not depend on it.
+            None: one per CPU this process may use. The result does not depend on it.
         simd
             Instruction set for KVR1 blocks and fixed-rate rows, one of `SIMD_LEVELS`; None: the
             fastest. The result does not depend on it.
@@ -233,13 +234,11 @@ class Plan:
         InvalidArgument
             A value beyond the range of a float16 or bfloat16 output; ask for float32.
         """
-        if n_threads is not None and not (type(n_threads) is int and 0 <= n_threads <= 4096):
-            raise InvalidArgument(f"n_threads {n_threads!r}: None, or 0 to 4096")
+        n_threads = check_threads(n_threads) or available_cpus()
         if simd is not None and simd not in SIMD_LEVELS:
             raise InvalidArgument(f"simd {simd!r}: None, or one of {', '.join(SIMD_LEVELS)}")
         for values, spec, placement in self._copies:
             _place(values, spec, placement)
-        n_threads = n_threads or available_cpus()
         failures = self._lanes.run(self._targets, n_threads)
         failures += self._blocks.run(self._targets, n_threads, simd or SIMD_LEVELS[0])
         failures += self._rows.run(self._targets, n_threads, simd or SIMD_LEVELS[0])
@@ -282,6 +281,16 @@ def check_payload(
         out=nothing,
         where=where,
     )
+
+
+def check_threads(n_threads: object, name: str = "n_threads") -> int | None:
+    """Return a number of threads, None for one per CPU; else `InvalidArgument`."""
+    if n_threads is None:
+        return None
+    is_number = isinstance(n_threads, int | np.integer) and not isinstance(n_threads, bool)
+    if not is_number or not 1 <= n_threads <= _MOST_THREADS:  # type: ignore[operator]
+        raise InvalidArgument(f"{name} {n_threads!r}: expected 1 to {_MOST_THREADS}, or None")
+    return int(n_threads)  # type: ignore[call-overload, no-any-return]
 
 
 def available_cpus() -> int:

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .errors import Corrupt, InvalidArgument, Unsupported
-from .tensor import as_float32, check_tensor
+from .tensor import as_array, as_float32, check_tensor
 
 if TYPE_CHECKING:
     from .spec import F32, KState, StreamSpec
@@ -94,7 +94,7 @@ class Rope:
     scaling: float = 1.0
 
     def __post_init__(self) -> None:
-        given = np.asarray(self.inv_freq)
+        given = as_array(self.inv_freq, "rope: inv_freq")
         if given.ndim != 1 or given.size == 0:
             raise InvalidArgument(f"rope: inv_freq has shape {given.shape}, expected (n_pairs,)")
         with np.errstate(over="ignore"):

@@ -95,7 +95,10 @@ class StreamSpec:
 
 def float_dtype(name: str | np.dtype[Any] | type) -> np.dtype[Any]:
     """The float32, float16 or bfloat16 dtype called `name`, else `InvalidArgument`."""
-    key = name if isinstance(name, str) else np.dtype(name).name
+    try:
+        key = name if isinstance(name, str) else np.dtype(name).name
+    except (TypeError, ValueError):
+        key = repr(name)
     if key not in FLOAT_DTYPES:
         raise InvalidArgument(f"dtype {key!r}: use float32, float16 or bfloat16")
     return FLOAT_DTYPES[key]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import ml_dtypes
 import numpy as np
@@ -15,6 +15,14 @@ if TYPE_CHECKING:
     from .spec import F32, StreamSpec
 
 _BFLOAT16: Final = np.dtype(ml_dtypes.bfloat16)
+
+
+def as_array(x: object, where: str) -> npt.NDArray[Any]:
+    """Return what a caller gave as an array; `InvalidArgument` if it is none, as ragged lists."""
+    try:
+        return np.asarray(x)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InvalidArgument(f"{where}: not an array: {error}") from error
 
 
 def check_tensor(x: npt.NDArray[np.generic], spec: StreamSpec, where: str) -> None:

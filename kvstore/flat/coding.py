@@ -13,7 +13,7 @@ from kvcodecs.ggml.codec import CODEC, GGMLParams
 from kvcodecs.plan import Plan
 from kvcodecs.rope import RopeTable, from_coded, to_coded
 from kvcodecs.spec import Kind, KState, StreamSpec, float_dtype
-from kvcodecs.tensor import as_float32, check_tensor
+from kvcodecs.tensor import as_array, as_float32, check_tensor
 
 from .file import Bytes
 from .layout import Header
@@ -86,7 +86,7 @@ class RowCoder:
             raise InvalidArgument(f"{where}: k_state {k_state!r}, expected 'pre' or 'post'")
         if x is None:
             raise InvalidArgument(f"{where}: missing")
-        tensor = np.asarray(x)
+        tensor = as_array(x, where)
         check_tensor(tensor, spec, where)
         if spec.rope is None:  # as a layer without one in a model that has it
             k_state = self._header.k_state

@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from kvcodecs.errors import InvalidArgument
-from kvcodecs.plan import available_cpus
+from kvcodecs.plan import available_cpus, check_threads
 from kvcodecs.spec import Kind, KState
 
 from ..identity import Model
-from ..layout import check_threads
 from .coding import Tensor
 from .layer import FlatLayer
 

@@ -11,11 +11,12 @@ import numpy as np
 import numpy.typing as npt
 from kvcodecs.errors import Corrupt, InvalidArgument, KvError, NotFound
 from kvcodecs.ggml.schemes import Scheme
+from kvcodecs.plan import check_threads
 from kvcodecs.spec import KINDS, Kind, KState, StreamSpec
+from kvcodecs.tensor import as_array
 
 from ..forklock import ForkLock
 from ..identity import Model
-from ..layout import check_threads
 from .checksums import block_checksums
 from .coding import RowCoder, Tensor
 from .file import Bytes, LayerFile
@@ -164,7 +165,7 @@ class StoredLayer:
         NotFound, InvalidArgument, Truncated
             As `read_rows`, for any of the positions.
         """
-        given = np.asarray(positions)
+        given = as_array(positions, f"{self._file.where}: positions")
         if given.size and not np.issubdtype(given.dtype, np.integer):
             raise InvalidArgument(f"{self._file.where}: positions of dtype {given.dtype}")
         places = given.astype(np.int64).reshape(-1)

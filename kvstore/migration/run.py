@@ -20,12 +20,13 @@ from typing import Any, cast
 
 from kvcodecs.codec import CodecConfig
 from kvcodecs.errors import InvalidArgument, KvError, NotFound
+from kvcodecs.plan import check_threads
 from kvcodecs.spec import Kind
 
 from ..archive import Archive
 from ..backend import check_timeout
 from ..catalog import Catalog
-from ..layout import check_configs, check_threads
+from ..layout import check_configs
 from ..opening import open as open_archive
 from ..place import MEMORY_PREFIX, Place, open_backend
 from .adding import Adding
@@ -122,7 +123,7 @@ def migrate(
     options: dict[str, Any] = {
         "resume": bool(resume),
         "verify": bool(verify),
-        "workers": check_threads(workers),
+        "workers": check_threads(workers, "workers"),
         "progress": progress,
     }
     to_options = {"lock_timeout": timeout, **(dst_options or {})}

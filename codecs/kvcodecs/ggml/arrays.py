@@ -9,8 +9,9 @@ import numpy.typing as npt
 
 from .. import _core
 from ..errors import InvalidArgument
-from ..plan import available_cpus
+from ..plan import available_cpus, check_threads
 from ..spec import FLOAT_DTYPES, float_dtype
+from ..tensor import as_array
 from .schemes import Scheme, scheme_by_name
 
 # csrc/rows.hpp OutputType.
@@ -44,7 +45,8 @@ def quantise(
         Another dtype, rows that are not whole blocks, a value that is not finite, or one so large
         that the scale of its block leaves float16; names its index.
     """
-    scheme, x = _scheme(scheme), np.asarray(x)
+    scheme = _scheme(scheme)
+    x = as_array(x, f"ggml.{scheme.name}")
     if x.ndim == 0 or x.dtype.newbyteorder("=") not in _TYPES:
         raise InvalidArgument(
             f"ggml.{scheme.name}: {x.ndim}-dimensional array of {x.dtype}, expected rows of "
@@ -99,7 +101,8 @@ def dequantise(
     No encoder writes a scale that is infinite or NaN. Of blocks that have one, ``"float32"`` gives
     the values that are not finite; the narrower types refuse them as an overflow.
     """
-    scheme, rows = _scheme(scheme), np.asarray(rows)
+    scheme = _scheme(scheme)
+    rows = as_array(rows, f"ggml.{scheme.name}")
     if rows.ndim == 0 or rows.dtype != np.uint8 or rows.shape[-1] % scheme.block_bytes:
         raise InvalidArgument(
             f"ggml.{scheme.name}: rows {rows.dtype} of shape {rows.shape}, expected uint8 and a "
@@ -143,6 +146,5 @@ def _bits(x: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def _threads(n_threads: int | None, n_values: int) -> int:
-    if n_threads is not None and not (type(n_threads) is int and 0 <= n_threads <= 4096):
-        raise InvalidArgument(f"n_threads {n_threads!r}: None, or 0 to 4096")
-    return (n_threads or available_cpus()) if n_values >= _MANY_VALUES else 1
+    n_threads = check_threads(n_threads) or available_cpus()
+    return n_threads if n_values >= _MANY_VALUES else 1

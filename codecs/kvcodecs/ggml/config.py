@@ -65,6 +65,8 @@ def config_from_fields(fields: Mapping[str, object]) -> GGML:
     scheme = fields.get("scheme")
     if set(fields) != {"scheme"} or not isinstance(scheme, str):
         raise Corrupt(f"ggml codec: configuration {dict(fields)!r}")
+    if "." in scheme:
+        raise Unsupported(f"codec 'ggml.{scheme}' is unknown to this release")
     try:
         return GGML(scheme)
     except InvalidArgument as error:

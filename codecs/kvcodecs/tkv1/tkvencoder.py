@@ -13,6 +13,7 @@ from .. import _core
 from ..errors import InvalidArgument
 from ..quantiser import MAX_UNITS, means_fit
 from ..spec import Kind
+from ..tensor import as_array
 from ..varints import varint
 from .codec import CODEC
 from .params import prior_table
@@ -166,7 +167,7 @@ def encode_stream(
     fields
         Further fields of `TkvParams`.
     """
-    x = np.asarray(x)
+    x = as_array(x, "TKV1")
     if x.ndim != 3:
         raise InvalidArgument(f"TKV1: shape {x.shape}, expected (heads, n_tokens, head_dim)")
     if pre_rope is None:
