@@ -13,6 +13,7 @@ from kvcodecs.errors import (
 from kvcodecs.ggml import dequantise, quantise
 
 import kvstore
+from kvstore import flat
 from kvstore.flat import FlatLayer
 
 HEADS, DIM = 2, 32
@@ -39,6 +40,28 @@ def path(tmp_path):
 def make(path, **options):
     options = {"heads": HEADS, "head_dim": DIM, "scheme": SCHEMES, "capacity": 64, **options}
     return FlatLayer.anonymous(**options) if path is None else FlatLayer.create(path, **options)
+
+
+@pytest.mark.parametrize("store_k", ["pre", "post"])
+def test_nothing_rotates_unasked(store_k):
+    k, v = values(40)
+    k_rows = stored(k, "q8_0")
+    model = kvstore.Model.uniform(name="m", n_layers=1, n_kv_heads=HEADS, head_dim=DIM, rope=ROPE)
+    with flat.anonymous(model, scheme="q8_0", store_k=store_k) as session:
+        layer = session.layer(0)
+        session.append([k[:, :20]], [v[:, :20]], start=700)
+        layer.append(k[:, 20:], v[:, 20:])
+        for found in (
+            layer.read_rows(700, 740)[0],
+            layer.read_window(40)[0],
+            layer.read_all()[0],
+            layer.gather(range(700, 740))[0],
+            session.read(0, "k", dtype="float32"),
+            session.read_all(dtype="float32")[0][0],
+        ):
+            np.testing.assert_array_equal(found, k_rows)
+        other = "pre" if store_k == "post" else "post"
+        assert np.abs(layer.read_all(k_state=other)[0] - k_rows).max() > 0.5
 
 
 @pytest.mark.parametrize("store_k", ["pre", "post"])

@@ -39,7 +39,7 @@ class RowCoder:
         kind: Kind,
         parts: Sequence[Bytes],
         positions: int | npt.NDArray[np.int64],
-        k_state: KState,
+        k_state: KState | None,
         dtype: str | np.dtype[Any] | type,
         n_threads: int | None,
         where: str,
@@ -62,8 +62,7 @@ class RowCoder:
         Corrupt
             Rows that are none.
         """
-        if k_state not in ("pre", "post"):
-            raise InvalidArgument(f"k_state {k_state!r}, expected 'pre' or 'post'")
+        k_state = self._settled(k_state, where)
         header, n = self._header, sum(len(part) for part in parts)
         spec = header.spec(kind)
         out = np.empty((spec.heads, n, spec.head_dim), float_dtype(dtype))
@@ -79,11 +78,12 @@ class RowCoder:
             raise type(error)(f"{where} {kind}: {error}") from error
         return out
 
-    def encode(self, kind: Kind, x: object, k_state: KState, start: int, where: str) -> Bytes:
+    def encode(
+        self, kind: Kind, x: object, k_state: KState | None, start: int, where: str
+    ) -> Bytes:
         """Return ``(heads, n, head_dim)`` as rows, from position `start` on; `InvalidArgument`."""
         spec, where = self._header.spec(kind), f"{where} {kind}"
-        if k_state not in ("pre", "post"):
-            raise InvalidArgument(f"{where}: k_state {k_state!r}, expected 'pre' or 'post'")
+        k_state = self._settled(k_state, where)
         if x is None:
             raise InvalidArgument(f"{where}: missing")
         tensor = as_array(x, where)
@@ -103,6 +103,14 @@ class RowCoder:
             return quantise(rows.reshape(len(rows), spec.channels), self._header.scheme(kind))
         except InvalidArgument as error:
             raise InvalidArgument(f"{where}: {error}") from error
+
+    def _settled(self, k_state: KState | None, where: str) -> KState:
+        """Return which K is meant; None: as it is stored."""
+        if k_state is None:
+            return self._header.k_state
+        if k_state not in ("pre", "post"):
+            raise InvalidArgument(f"{where}: k_state {k_state!r}, expected 'pre', 'post' or None")
+        return k_state
 
     def _run(
         self,

@@ -167,7 +167,7 @@ class FlatLayer(StoredLayer):
         k: npt.ArrayLike,
         v: npt.ArrayLike | None = None,
         *,
-        k_state: KState = "pre",
+        k_state: KState | None = None,
         start: int | None = None,
     ) -> None:
         """Append rows; `commit` makes them durable and visible to others.
@@ -177,7 +177,8 @@ class FlatLayer(StoredLayer):
         k, v : (heads, n, head_dim) float16, bfloat16, float32 or float64
             `v` None for a layer without V.
         k_state
-            Whether `k` was taken before or after RoPE.
+            Whether `k` was taken before RoPE (``"pre"``) or after it (``"post"``); None: as the
+            file keeps it (`store_k`), so that nothing is rotated.
         start
             Guards against appending twice: the position of the first new row. It may be any in a
             layer that never had rows.

@@ -61,7 +61,7 @@ class FlatSession:
         k: npt.ArrayLike | Sequence[npt.ArrayLike],
         v: npt.ArrayLike | Sequence[npt.ArrayLike | None] | None = None,
         *,
-        k_state: KState = "pre",
+        k_state: KState | None = None,
         start: int | None = None,
     ) -> None:
         """Append tokens to all layers; `commit` makes them durable.
@@ -74,7 +74,8 @@ class FlatSession:
         k, v : (layers, heads, n, head_dim), or a list of (heads, n, head_dim) per layer
             None where a layer has no V.
         k_state
-            Whether `k` was taken before or after RoPE.
+            Whether `k` was taken before RoPE (``"pre"``) or after it (``"post"``); None: as the
+            files keep it (`store_k`), so that nothing is rotated.
         start
             Guards against appending twice: the position of the first new token.
 
@@ -134,12 +135,15 @@ class FlatSession:
         kind: Kind,
         start: int | None = None,
         stop: int | None = None,
-        k_state: KState = "pre",
+        k_state: KState | None = None,
         dtype: str | np.dtype[Any] | type | None = None,
         *,
         n_threads: int | None = None,
     ) -> Tensor:
-        """Return tokens ``[start, stop)`` of one stream, checked; see `Session.read`."""
+        """Return tokens ``[start, stop)`` of one stream, checked.
+
+        `k_state` is that of `FlatLayer.read_rows`; see `Session.read` for the others.
+        """
         self.model.stream(layer, kind)
         start, stop = self._range(start, stop)
         found = self.layers[layer].read_rows(
@@ -159,7 +163,7 @@ class FlatSession:
         self,
         start: int | None = None,
         stop: int | None = None,
-        k_state: KState = "pre",
+        k_state: KState | None = None,
         dtype: str | np.dtype[Any] | type | None = None,
         *,
         n_threads: int | None = None,

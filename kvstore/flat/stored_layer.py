@@ -102,14 +102,15 @@ class StoredLayer:
         stop: int,
         *,
         kinds: Sequence[Kind] = KINDS,
-        k_state: KState = "pre",
+        k_state: KState | None = None,
         dtype: str | np.dtype[Any] | type = "float32",
         n_threads: int | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
         """Return K and V of positions ``[start, stop)``, ``(heads, n, head_dim)`` each.
 
         The checksum blocks that the range touches are checked first, whole. One that is not
-        asked for, or that the layer does not have, is None.
+        asked for, or that the layer does not have, is None. `k_state` None gives K as the file
+        keeps it; ``"pre"`` and ``"post"``, as it was before RoPE or is after it.
 
         Raises
         ------
@@ -153,12 +154,13 @@ class StoredLayer:
         self,
         positions: Sequence[int] | npt.NDArray[np.integer[Any]],
         *,
-        k_state: KState = "pre",
+        k_state: KState | None = None,
         dtype: str | np.dtype[Any] | type = "float32",
     ) -> tuple[Tensor, Tensor | None]:
         """Return single rows, in the order asked for, ``(heads, n, head_dim)`` each.
 
         Only the pages of these rows are touched, so they are *not* checked against a checksum.
+        `k_state` as in `read_rows`.
 
         Raises
         ------
