@@ -1,17 +1,18 @@
-"""What is asked of a new layer, checked."""
+"""What is asked of a layer, checked."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Literal, TypeAlias
 
+import numpy as np
 from kvcodecs.errors import InvalidArgument
 from kvcodecs.ggml.config import GGML
 from kvcodecs.ggml.schemes import Scheme, scheme_by_name
 from kvcodecs.rope import Rope
 from kvcodecs.spec import Kind, KState, StreamSpec
 
-from .layout import MAX_POSITION, Header, auto_block_rows, check_whole, ring_rows
+from .header import MAX_POSITION, Header, auto_block_rows, ring_rows
 
 Schemes: TypeAlias = "str | GGML | Mapping[Kind, str | GGML]"
 
@@ -45,6 +46,15 @@ def make_header(
         k, v, k_scheme, None if v is None else v_scheme, store_k, capacity, size, max_rows,
         session, layer,
     )  # fmt: skip
+
+
+def check_whole(value: object, what: str, lo: int, hi: int) -> int:
+    """Return an integer from `lo` to `hi` as Python's own, else `InvalidArgument`."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise InvalidArgument(f"{what} {value!r}: expected an integer")
+    if not lo <= value <= hi:
+        raise InvalidArgument(f"{what} {value}: must be {lo} to {hi}")
+    return int(value)
 
 
 def make_specs(

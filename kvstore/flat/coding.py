@@ -16,7 +16,7 @@ from kvcodecs.spec import Kind, KState, StreamSpec, float_dtype
 from kvcodecs.tensor import as_array, as_float32, check_tensor
 
 from .file import Bytes
-from .layout import Header
+from .header import Header
 
 Tensor: TypeAlias = npt.NDArray[Any]
 

@@ -23,8 +23,8 @@ from ..place import FLAT_SIGN
 from ..records import load_json, read_count
 from .asking import Schemes, make_header
 from .file import LayerFile
+from .header import Header
 from .layer import FlatLayer
-from .layout import Header
 from .session import FlatSession
 from .system_errors import translate
 

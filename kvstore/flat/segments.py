@@ -18,8 +18,9 @@ from kvcodecs.spec import Kind
 
 from .checksums import extended
 from .file import Bytes, LayerFile
-from .layout import FIRST_SEGMENT, PAGE, Header, Segment, segment_after
+from .header import Header
 from .pages import Advice
+from .placement import FIRST_SEGMENT, PAGE, Segment, segment_after
 
 
 class Run(NamedTuple):

@@ -11,16 +11,9 @@ from typing import Final
 from kvcodecs.errors import Corrupt, Truncated
 from kvcodecs.frame import crc32c
 
+from .commit_record import COMMIT_BYTES, COMMIT_OFFSETS, State, pack_commit, unpack_commit
 from .file import LayerFile
-from .layout import (
-    COMMIT_BYTES,
-    COMMIT_OFFSETS,
-    HEADER_BYTES,
-    Header,
-    State,
-    pack_commit,
-    unpack_commit,
-)
+from .header import HEADER_BYTES, Header
 
 _READS: Final = 100
 #: From the first copy to the end of the second.

@@ -1,18 +1,13 @@
-"""The bytes of a layer's file: header, commit records, and where the rows of a segment are.
-
-FORMAT.md section 11.1.
-"""
+"""The header of a layer's file: what never changes about it. FORMAT.md section 11.1."""
 
 from __future__ import annotations
 
-import struct
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
-import numpy as np
 from kvcodecs.errors import Corrupt, InvalidArgument, Unsupported
-from kvcodecs.frame import RECORD_HEAD_BYTES, crc32c, seal_record
+from kvcodecs.frame import RECORD_HEAD_BYTES, seal_record
 from kvcodecs.ggml.schemes import Scheme, scheme_by_name
 from kvcodecs.rope import Rope
 from kvcodecs.spec import Kind, KState, StreamSpec
@@ -23,62 +18,12 @@ from ..records import load_json, located, read_count
 HEADER_MAGIC: Final = b"KVF1"
 HEADER_BYTES: Final = 8192
 FORMAT: Final = 1
-#: The two copies of the newest commit record.
-COMMIT_OFFSETS: Final = (8192, 12288)
-COMMIT_BYTES: Final = 512
-#: Segments begin at multiples of this, which every page size in use divides.
-SEGMENT_ALIGN: Final = 65536
-PAGE: Final = 4096
-FIRST_SEGMENT: Final = SEGMENT_ALIGN
 #: Past this many bytes of rows, segments do not get larger.
 MAX_SEGMENT_BYTES: Final = 1 << 30
 MAX_POSITION: Final = 1 << 48
-MAX_SEGMENTS: Final = 1 << 20
-_MAX_FILE_BYTES: Final = 1 << 62
 MAX_BLOCK_ROWS: Final = 1 << 16
+_MAX_FILE_BYTES: Final = 1 << 62
 _BLOCK_BYTES: Final = 16384
-
-_COMMIT_MAGIC: Final = b"KVFC"
-# Magic, format, sequence, origin, dropped, end, segments, epoch, crc of K, crc of V, tag.
-_COMMIT: Final = struct.Struct("<4sIQQQQIIIII")
-_CRC: Final = struct.Struct("<I")
-
-
-class State(NamedTuple):
-    """Which rows a layer has.
-
-    Attributes
-    ----------
-    origin
-        Position of the row in slot 0 of the first segment.
-    dropped
-        Rows before this position were dropped.
-    end
-        One past the position of the last row.
-    n_segments
-        Segments the file has.
-    epoch
-        How often rows were taken back.
-    k_crc, v_crc
-        CRC-32C of the rows of the unfinished checksum block; 0 where there is none.
-    """
-
-    origin: int = 0
-    dropped: int = 0
-    end: int = 0
-    n_segments: int = 1
-    epoch: int = 0
-    k_crc: int = 0
-    v_crc: int = 0
-
-    @property
-    def start(self) -> int:
-        """Position of the first row."""
-        return max(self.origin, self.dropped)
-
-    def crc(self, kind: Kind) -> int:
-        """Return the checksum of the unfinished block."""
-        return self.k_crc if kind == "k" else self.v_crc
 
 
 @dataclass(frozen=True)
@@ -257,101 +202,3 @@ def auto_block_rows(row_bytes: int) -> int:
 def ring_rows(max_rows: int, block_rows: int) -> int:
     """Return the slots of a ring: blocks are freed whole, so it needs one more than it holds."""
     return (-(-max_rows // block_rows) + 1) * block_rows
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """Where the parts of one segment are in the file.
-
-    Attributes
-    ----------
-    first
-        Index of its first row: rows count from `State.origin`.
-    rows
-        Slots.
-    offset, size
-        In the file.
-    areas
-        Offset of the rows of each kind, and of their checksums.
-    """
-
-    first: int
-    rows: int
-    offset: int
-    size: int
-    areas: dict[Kind, tuple[int, int]]
-
-
-def segment_after(header: Header, index: int, first: int, offset: int) -> Segment:
-    """Return the segment with this number, which begins at `offset`."""
-    rows = header.segment_rows(index)
-    at = offset
-    starts: dict[Kind, int] = {}
-    for kind in header.kinds:
-        starts[kind] = at
-        at = _aligned(at + rows * header.row_bytes(kind), PAGE)
-    areas: dict[Kind, tuple[int, int]] = {}
-    for kind in header.kinds:
-        areas[kind] = starts[kind], at
-        at += rows // header.block_rows * 4
-    return Segment(first, rows, offset, _aligned(at, SEGMENT_ALIGN) - offset, areas)
-
-
-def _aligned(n: int, unit: int) -> int:
-    return -(-n // unit) * unit
-
-
-def pack_commit(state: State, sequence: int, tag: int) -> bytes:
-    """Return a commit record; `tag` is the checksum of the header that it belongs to."""
-    body = _COMMIT.pack(
-        _COMMIT_MAGIC,
-        FORMAT,
-        sequence,
-        state.origin,
-        state.dropped,
-        state.end,
-        state.n_segments,
-        state.epoch,
-        state.k_crc,
-        state.v_crc,
-        tag,
-    ).ljust(COMMIT_BYTES - _CRC.size, b"\0")
-    return body + _CRC.pack(crc32c(body))
-
-
-def unpack_commit(data: bytes, tag: int, where: str) -> tuple[int, State] | None:
-    """Return sequence number and state of a commit record; None if it is damaged.
-
-    Raises
-    ------
-    Unsupported
-        Written by a newer release.
-    Corrupt
-        Of another file.
-    """
-    if len(data) < COMMIT_BYTES:
-        return None
-    body, checksum = data[: COMMIT_BYTES - _CRC.size], data[COMMIT_BYTES - _CRC.size :]
-    if crc32c(body) != _CRC.unpack(checksum[: _CRC.size])[0]:
-        return None
-    magic, version, sequence, *fields, found_tag = _COMMIT.unpack_from(body)
-    state = State(*fields)
-    if magic != _COMMIT_MAGIC:
-        return None
-    if version > FORMAT:
-        raise Unsupported(f"{where}: commit record of format {version}; upgrade to read it")
-    if found_tag != tag:
-        raise Corrupt(f"{where}: the commit record of another file")
-    possible = state.start <= state.end <= MAX_POSITION
-    if not (possible and 1 <= state.n_segments <= MAX_SEGMENTS):
-        raise Corrupt(f"{where}: impossible commit record {state}")
-    return sequence, state
-
-
-def check_whole(value: object, what: str, lo: int, hi: int) -> int:
-    """Return an integer from `lo` to `hi` as Python's own, else `InvalidArgument`."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise InvalidArgument(f"{what} {value!r}: expected an integer")
-    if not lo <= value <= hi:
-        raise InvalidArgument(f"{what} {value}: must be {lo} to {hi}")
-    return int(value)
