@@ -9,7 +9,7 @@ from typing import Final, NamedTuple, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 from kvcodecs.attention import Attention, Rows, check_scale
-from kvcodecs.errors import Corrupt, InvalidArgument
+from kvcodecs.errors import Corrupt, InvalidArgument, NotFound
 from kvcodecs.ggml.arrays import dequantise
 from kvcodecs.ggml.schemes import Scheme
 from kvcodecs.plan import available_cpus, check_threads
@@ -22,6 +22,8 @@ from .session import Session
 from .token_range import check_range, check_token
 
 _LAST_QUERY: Final = 1 << 53
+#: How often an attention begins again when rows are dropped under it.
+_TRIES: Final = 16
 
 
 class RowLayer(Protocol):
@@ -29,12 +31,16 @@ class RowLayer(Protocol):
 
     Attributes
     ----------
+    where
+        What messages call it.
     start, stop
         The first position and one past the last.
     k_state
         Whether K is stored before RoPE, in coded channel order, or after it.
     """
 
+    @property
+    def where(self) -> str: ...
     @property
     def start(self) -> int: ...
     @property
@@ -53,18 +59,19 @@ class RowLayer(Protocol):
 
 
 class RowSession(Protocol):
-    """A session whose layers are `RowLayer` objects, of which it may have fewer rows.
+    """A session whose layers are `RowLayer` objects.
 
     Attributes
     ----------
-    start, stop
-        The positions that it has in all layers.
+    where
+        What messages call it.
     """
 
     @property
-    def start(self) -> int: ...
-    @property
-    def stop(self) -> int: ...
+    def where(self) -> str: ...
+    def seen(self, layer: int) -> tuple[int, int]:
+        """Return the first position to attend to in a layer, and one past the last."""
+
     def layer(self, layer: int) -> RowLayer: ...
 
 
@@ -91,10 +98,12 @@ def attend(
     ----------
     q : (n_heads, head_dim) or (n_heads, n_queries, head_dim) float16, bfloat16 or float32
         `n_heads` is a multiple of the KV heads; query head ``h`` uses KV head
-        ``h // (n_heads // kv_heads)``. After RoPE, unless `k_state` says otherwise.
+        ``h // (n_heads // kv_heads)``. As the model takes them to its scores: after RoPE.
     source
-        A session of an archive, of a flat archive, or a layer of one. Of a session, what is
-        committed is seen, as `Session.read` sees it.
+        A session of an archive: what is committed is seen, as `Session.read` sees it. A flat
+        session open for appending: the layer as it is now, also what is not committed and what
+        other layers do not have yet. A flat session open for reading: what all layers have
+        committed. A flat layer: as it is now, or as it is committed.
     layer
         Which layer of a session.
     scale
@@ -109,8 +118,10 @@ def attend(
     start, stop
         Positions to attend to; None: from the first that is stored, to the last.
     k_state
-        ``"post"``: K is rotated for its stored position. ``"pre"``: K is as it was before RoPE.
-        Layers without RoPE are the same either way.
+        ``"post"``: attention as models compute it, of queries after RoPE and K rotated for its
+        stored position, however it is stored. ``"pre"``: scores of `q` and K as it was before
+        RoPE, for research: no model's attention, and not a matter of how K is stored. Flat layers
+        that keep K after RoPE refuse it. Layers without RoPE are the same either way.
     n_threads
         None: one per CPU this process may use. Changes the result by rounding alone.
 
@@ -124,11 +135,13 @@ def attend(
     ------
     InvalidArgument
         Shapes that do not fit, queries or a scale that are not finite, no such layer or range, a
-        layer without V, or scores beyond float32.
+        layer without V, scores beyond float32, or K before RoPE where it is stored after it.
     Truncated, Corrupt, Unsupported
         Stored bytes are not what was written; names the block. Nothing is returned.
     NotFound
-        The session has been deleted.
+        The session has been deleted; or positions from `start` on have been dropped from a flat
+        layer, before or meanwhile. Without `start`, an attention under which rows are dropped
+        begins again at the first that is left, up to 16 times; then too it is `NotFound`.
 
     Notes
     -----
@@ -239,14 +252,32 @@ def _layer_number(layer: int | None) -> int:
 def _attend_rows(
     asked: _Asked, source: RowSession | RowLayer, number: int | None, n_threads: int | None
 ) -> F32:
-    where = "attend"
-    layer, first, end = _row_layer(source, number)
-    k, v = layer.spec("k"), layer.spec("v")
+    for _ in range(_TRIES - 1):
+        try:
+            return _attend_once(asked, source, number, n_threads)
+        except NotFound:
+            if asked.start is not None:
+                raise
+            # Rows were dropped, or taken back, meanwhile: now there is another first or last one.
+    return _attend_once(asked, source, number, n_threads)
+
+
+def _attend_once(
+    asked: _Asked, source: RowSession | RowLayer, number: int | None, n_threads: int | None
+) -> F32:
+    layer, where, first, end = _row_layer(source, number)
+    try:
+        k, v = layer.spec("k"), layer.spec("v")
+    except InvalidArgument as error:
+        raise InvalidArgument(f"{where}: {error} to attend to") from error
     start, stop = _inside(asked, first, end, where)
     query = _query(asked, k, start, stop, where)
     rope = k.rope if layer.k_state == "pre" else None
     if k.rope is not None and asked.k_state == "pre" and layer.k_state == "post":
-        raise InvalidArgument(f"{where}: K is stored after RoPE; k_state 'pre' is not to be had")
+        raise InvalidArgument(
+            f"{where}: k_state='pre' asks for scores of K before RoPE, but the layer keeps K after "
+            "it; leave k_state out for attention as models compute it"
+        )
     attention = query.begin(v.head_dim, None if rope is None else rope.channel_order(k.head_dim))
     turn = rope if asked.k_state == "post" else None
     k_scheme, v_scheme = layer.scheme("k"), layer.scheme("v")
@@ -272,26 +303,32 @@ def _attend_rows(
         raise
 
 
-def _row_layer(source: object, layer: int | None) -> tuple[RowLayer, int, int]:
-    """Return a layer, its first position and one past the last."""
+def _row_layer(source: object, number: int | None) -> tuple[RowLayer, str, int, int]:
+    """Return a layer, what messages call it, its first position and one past the last."""
     if hasattr(source, "pieces") and hasattr(source, "scheme"):
-        if layer is not None:
-            raise InvalidArgument(f"attend: layer {layer!r} of a layer; leave it out")
-        rows: RowLayer = source  # type: ignore[assignment]
-        return rows, rows.start, rows.stop
-    if hasattr(source, "layer"):
+        if number is not None:
+            raise InvalidArgument(f"attend: layer {number!r} of a layer; leave it out")
+        layer: RowLayer = source  # type: ignore[assignment]
+        return layer, f"attend: {layer.where}", layer.start, layer.stop
+    if hasattr(source, "seen"):
         session: RowSession = source  # type: ignore[assignment]
-        return session.layer(_layer_number(layer)), session.start, session.stop
+        number = _layer_number(number)
+        layer = session.layer(number)
+        return layer, f"attend: {session.where} layer {number}", *session.seen(number)
     raise InvalidArgument(f"attend: source {source!r}: expected a session, or a flat layer")
 
 
 def _inside(asked: _Asked, first: int, end: int, where: str) -> tuple[int, int]:
     """Return the positions to attend to of ``[first, end)``."""
-    what = f"{where}: positions [{asked.start}, {asked.stop})"
-    start = first if asked.start is None else check_token(asked.start, what)
-    stop = end if asked.stop is None else check_token(asked.stop, what)
-    if not first <= start <= stop <= end:
+    stop = end if asked.stop is None else check_token(asked.stop, f"{where}: stop")
+    start = min(first, stop) if asked.start is None else check_token(asked.start, f"{where}: start")
+    what = f"{where}: positions [{start}, {stop})"
+    if not 0 <= start <= stop:
+        raise InvalidArgument(f"{what} are not a range; the layer has [{first}, {end})")
+    if stop > end:
         raise InvalidArgument(f"{what}: the layer has [{first}, {end})")
+    if start < min(first, stop) or stop < first:
+        raise NotFound(f"{what}: dropped; the layer has [{first}, {end})")
     return start, stop
 
 

@@ -26,9 +26,14 @@ def check_range(
         Not a range, or beyond what is committed, or before the stream's first token.
     """
     n, first = record.n_tokens, record.streams[layer, kind].start
-    what = f"{where} layer {layer} {kind}: tokens [{start}, {stop})"
-    stop = n if stop is None else check_token(stop, what)
-    start = min(max(record.first, first), stop) if start is None else check_token(start, what)
+    where = f"{where} layer {layer} {kind}"
+    stop = n if stop is None else check_token(stop, f"{where}: stop")
+    start = (
+        min(max(record.first, first), stop)
+        if start is None
+        else check_token(start, f"{where}: start")
+    )
+    what = f"{where}: tokens [{start}, {stop})"
     if max(record.first, first) <= start <= stop <= n:
         return start, stop
     if not 0 <= start <= stop:

@@ -516,13 +516,18 @@ def test_flat_layers(sample, k_state, ring):
                 for n_threads in (1, 2):
                     found = attend(q, layer, start=start, stop=stop, n_threads=n_threads, **options)
                     np.testing.assert_allclose(found, expected, atol=2e-5)
-        for start, stop in ((179, 260), (260, 259), (0, 5), (260, 451)):
-            with pytest.raises(kvstore.InvalidArgument, match="the layer has"):
+        for start, stop in ((260, 259), (-1, 300), (260, 451), (460, None)):
+            with pytest.raises(kvstore.InvalidArgument, match=r"the layer has \[180, 450\)"):
+                attend(q, layer, start=start, stop=stop)
+        for start, stop in ((179, 260), (0, 5), (None, 170), (100, None)):
+            with pytest.raises(
+                kvstore.NotFound, match=r"\d\): dropped; the layer has \[180, 450\)"
+            ):
                 attend(q, layer, start=start, stop=stop)
         with pytest.raises(kvstore.InvalidArgument, match="leave it out"):
             attend(q, layer, 0)
         if k_state == "post":
-            with pytest.raises(kvstore.InvalidArgument, match="after RoPE"):
+            with pytest.raises(kvstore.InvalidArgument, match="keeps K after it; leave k_state"):
                 attend(q, layer, k_state="pre")
         else:
             plain = layer.read_rows(180, 450, k_state="pre")
@@ -539,20 +544,60 @@ def test_flat_sessions(sample):
             v = session.read(layer, "v", dtype="float32")
             expected = reference(q, k, v, start=0, causal=True)
             np.testing.assert_allclose(attend(q, session, layer, causal=True), expected, atol=2e-5)
-        # A layer has more while a commit or a drop is on its way: the session has what all have.
-        session.layer(1).append(sample.k[1][:, 300:310], sample.v[1][:, 300:310])
-        found = attend(q, session, 1, causal=True, n_threads=1)
-        assert session.stop == 300
-        np.testing.assert_allclose(found, expected, atol=2e-5)
-        session.layer(0).drop_front(100)
-        found = attend(q, session, 1)
-        np.testing.assert_allclose(
-            found, reference(q, k[:, 100:], v[:, 100:], start=100), atol=2e-5
-        )
         with pytest.raises(kvstore.InvalidArgument, match="which layer"):
             attend(q, session)
-        with pytest.raises(kvstore.InvalidArgument, match="the layer has"):
+        with pytest.raises(kvstore.InvalidArgument, match=r"layer 1: .*the layer has \[0, 300\)"):
             attend(q, session, 1, stop=301)
+
+
+def test_a_flat_layer_without_v():
+    layers = (LayerSpec(2, 32, 32), LayerSpec(2, 32, None))
+    with flat.anonymous(Model(name="m", layers=layers, rope=None)) as session:
+        q = np.ones((2, 32), np.float32)
+        for source, layer, where in ((session, 1, "layer 1"), (session.layer(1), None, "layer")):
+            with pytest.raises(kvstore.InvalidArgument, match=f"{where}: the layer has no V"):
+                attend(q, source, layer)
+
+
+def test_a_decode_loop(tmp_path, sample):
+    """A writer sees of a layer what it has now, a reader what all layers have committed."""
+    q, path = queries(sample, 0, 1), tmp_path / "chat"
+
+    def cut(layer, start, stop):
+        return sample.k[layer][:, start:stop], sample.v[layer][:, start:stop]
+
+    def seen(layer, start, stop):
+        k, v = layer.read_rows(start, stop, k_state="post")
+        return reference(q, k, v, start=start)
+
+    with flat.create(path, sample.model, scheme="q8_0") as session:
+        reader = flat.open(path)
+        for token in range(3):
+            for number in (0, 1):
+                layer = session.layer(number)
+                layer.append(*cut(number, token, token + 1))
+                found = attend(q, session, number)
+                np.testing.assert_allclose(found, seen(layer, 0, token + 1), atol=2e-5)
+                assert not attend(q, reader, number).any()
+        session.commit()
+        committed = attend(q, session, 0)
+        np.testing.assert_array_equal(attend(q, reader, 0), committed)
+        # One layer is ahead, and durable: readers do not see it before the others are.
+        session.layer(0).append(*cut(0, 3, 5))
+        session.layer(0).commit()
+        np.testing.assert_allclose(attend(q, session, 0), seen(session.layer(0), 0, 5), atol=2e-5)
+        np.testing.assert_array_equal(attend(q, reader, 0), committed)
+        with pytest.raises(kvstore.InvalidArgument, match="layer 0 has tokens up to 5, layer 1"):
+            session.append(*zip(cut(0, 5, 6), cut(1, 5, 6), strict=True))
+        session.layer(1).append(*cut(1, 3, 5))
+        session.layer(0).drop_front(2)
+        np.testing.assert_allclose(attend(q, session, 0), seen(session.layer(0), 2, 5), atol=2e-5)
+        np.testing.assert_allclose(attend(q, session, 1), seen(session.layer(1), 0, 5), atol=2e-5)
+        session.layer(0).commit()
+        session.layer(1).commit()
+        expected = seen(session.layer(1), 2, 5)
+        np.testing.assert_allclose(attend(q, reader, 1), expected, atol=2e-5)
+        reader.close()
 
 
 @pytest.mark.parametrize("how", ["dropped", "taken back"])
@@ -573,18 +618,25 @@ def test_rows_that_are_written_over_meanwhile(tmp_path, sample, monkeypatch, how
             writer.commit()
 
         with FlatLayer.open(path, pread=pread) as layer:
+            q = queries(sample, 0, 1)
             between_pieces(monkeypatch, write_over)
             with pytest.raises(kvstore.NotFound, match=r"while they were read|dropped"):
-                attend(queries(sample, 0, 1), layer)
-            assert attend(queries(sample, 0, 1), layer).any()
+                attend(q, layer, start=0)
+            between_pieces(monkeypatch, write_over)
+            found = attend(q, layer)
+            rows = layer.read_all(k_state="post")
+            np.testing.assert_allclose(found, reference(q, *rows, start=layer.start), atol=2e-5)
+            between_pieces(monkeypatch, write_over, 99)
+            with pytest.raises(kvstore.NotFound, match=r"while they were read|dropped"):
+                attend(q, layer)
 
 
-def between_pieces(monkeypatch, action):
-    """Do something once, before the first piece of an attention is added."""
-    add, waiting = Attention.add, [action]
+def between_pieces(monkeypatch, action, times=1):
+    """Do something so many times, before a piece of an attention is added."""
+    add, waiting = Attention.add, [action] * times
 
     def add_after(self, *args, **options):
-        while waiting:
+        if waiting:
             waiting.pop()()
         return add(self, *args, **options)
 

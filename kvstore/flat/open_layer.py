@@ -45,6 +45,16 @@ class OpenLayer:
         self._settle(commits.load())
 
     @property
+    def where(self) -> str:
+        """What messages call it: the path of its file."""
+        return self._file.where
+
+    @property
+    def is_appendable(self) -> bool:
+        """Whether rows can be appended: it was opened for that, and in this process."""
+        return self._writable and not self._file.is_inherited
+
+    @property
     def start(self) -> int:
         """Position of the first row that was not dropped."""
         return self._now().start
@@ -138,7 +148,7 @@ class OpenLayer:
         """Return what there is: as appended here, or as committed by another."""
         with self._lock:
             self._file.fd  # noqa: B018  raises `Closed`
-            if not self._writable or self._file.is_inherited:
+            if not self.is_appendable:
                 self._settle(self._commits.load())
             return self._state
 

@@ -56,6 +56,15 @@ class FlatSession:
         self.model.stream(layer, "k")
         return self.layers[layer]
 
+    def seen(self, layer: int) -> tuple[int, int]:
+        """Return what `attend` sees of a layer: its first position, and one past the last.
+
+        Where the session is open for appending, all that the layer has now, also what others do not
+        have yet: a model gives K and V layer by layer. Otherwise what all layers have committed.
+        """
+        one = self.layer(layer)
+        return (one.start, one.stop) if one.is_appendable else (self.start, self.stop)
+
     def append(
         self,
         k: npt.ArrayLike | Sequence[npt.ArrayLike],
@@ -96,6 +105,14 @@ class FlatSession:
         if len(n_tokens) > 1:
             raise InvalidArgument(f"{self.where}: layers with {sorted(n_tokens)} tokens")
         stop = self.stop
+        if any(layer.stop != stop for layer in self.layers):
+            ends = [layer.stop for layer in self.layers]
+            ahead, behind = max(ends), min(ends)
+            raise InvalidArgument(
+                f"{self.where}: layer {ends.index(ahead)} has tokens up to {ahead}, layer "
+                f"{ends.index(behind)} up to {behind}; append to the layers that have fewer, "
+                "`session.layer(...).append`, before all of them together"
+            )
         at = stop if start is None else start
         if at != stop and stop:
             raise InvalidArgument(f"{self.where}: append at start={at}, but {stop} are there")
