@@ -5,6 +5,7 @@ range back within the stated error. Byte layouts: FORMAT.md in this package (arc
 kvcodecs (frames and codecs).
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from kvcodecs.codec import CodecConfig
@@ -72,19 +73,24 @@ __all__ = [
     "__version__",
     "attend",
     "compact",
+    "flat",
     "migrate",
     "open",
     "upgrade",
 ]
 
 if TYPE_CHECKING:
+    from . import flat
+
     __version__: str
 
 
-def __getattr__(name: str) -> str:
-    # Reading the installed version costs 20 ms, so only who asks pays.
+def __getattr__(name: str) -> object:
+    # Reading the installed version costs 20 ms, flat layers cost as much: only who asks pays.
     if name == "__version__":
         from importlib.metadata import version
 
         return version("kvstore")
+    if name == "flat":
+        return import_module(".flat", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

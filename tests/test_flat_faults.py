@@ -191,9 +191,9 @@ def test_without_permission():
                 FlatLayer.open(path, "a")
             with pytest.raises(InvalidArgument, match="cannot be read"):
                 FlatLayer.open(secret)
-            with pytest.raises(InvalidArgument, match="cannot be written"):
+            with pytest.raises(InvalidArgument, match="cannot be created"):
                 make(os.path.join(folder, "new.kvf"))
-            with pytest.raises(InvalidArgument, match="cannot be written"):
+            with pytest.raises(InvalidArgument, match="cannot be created"):
                 flat.create(os.path.join(folder, "new"), MODEL)
 
         in_child(body)

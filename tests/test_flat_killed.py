@@ -35,14 +35,14 @@ class Layer:
         return self.start + len(self.rows)
 
     def append(self, n):
-        if self.must_commit(n):
+        if self._must_commit(n):
             self.note()
         x = np.arange(self.stop, self.stop + n, dtype=np.float32)
         self._append(np.broadcast_to(x[:, None], (n, DIM)), n)
         self.rows += [(p, self.n_taken) for p in range(self.stop, self.stop + n)]
 
-    def must_commit(self, n):
-        return self.target.must_commit(n)
+    def _must_commit(self, n):
+        return self.target._must_commit(n)
 
     def _append(self, x, n):
         k = np.stack([x] * HEADS)
@@ -88,8 +88,8 @@ class Session(Layer):
         v = [np.full((HEADS, n, 256), 0.0), np.full((1, n, 256), 0.0), None]
         self.target.append(k, v)
 
-    def must_commit(self, n):
-        return any(layer.must_commit(n) for layer in self.target.layers)
+    def _must_commit(self, n):
+        return any(layer._must_commit(n) for layer in self.target.layers)
 
     def note(self):
         # The ends become durable first, all of them.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import doctest
+
 import numpy as np
 import pytest
 from kvcodecs.errors import (
@@ -14,7 +16,7 @@ from kvcodecs.ggml import dequantise, quantise
 
 import kvstore
 from kvstore import flat
-from kvstore.flat import FlatLayer
+from kvstore.flat import FlatLayer, coding
 
 HEADS, DIM = 2, 32
 SCHEMES = {"k": "q8_0", "v": "q4_0"}
@@ -175,3 +177,40 @@ def test_wrong_arguments(path):
         FlatLayer.open(path + ".no")
     with pytest.raises(InvalidArgument, match="mode"):
         FlatLayer.open(path, "w")
+
+
+def test_rows_by_hand():
+    (example,) = (x for x in doctest.DocTestFinder().find(FlatLayer) if x.examples)
+    assert doctest.DocTestRunner().run(example).failed == 0
+
+
+def test_views_of_a_ring_and_positions(path):
+    k, v = values(100)
+    with make(path, max_rows=20) as layer:
+        assert layer.max_rows == 20
+        layer.append(k[:, :15], v[:, :15], start=700)
+        for at in range(15, 100, 5):
+            layer.drop_front(5)
+            layer.append(k[:, at : at + 5], v[:, at : at + 5])
+        (view,) = layer.raw_rows("k")
+        assert len(view) == layer.capacity
+        rows = quantise(k.transpose(1, 0, 2).reshape(100, -1), "q8_0")
+        assert (layer.origin, layer.start, layer.stop) == (700, 785, 800)
+        slots = (np.arange(layer.start, layer.stop) - layer.origin) % len(view)
+        assert np.array_equal(view[slots], rows[85:])
+    with make(None) as layer:
+        assert layer.max_rows is None
+
+
+def test_k_is_turned_back_a_few_rows_at_a_time(monkeypatch):
+    k, v = values(100)
+    with make(None, rope=ROPE, store_k="post", scheme="f16", max_rows=60) as layer:
+        layer.append(k[:, :50], v[:, :50])
+        layer.drop_front(40)
+        layer.append(k[:, 50:], v[:, 50:])
+        whole = layer.read_all(k_state="pre", dtype="float16")[0]
+        monkeypatch.setattr(coding, "_TURNED_VALUES", 7 * HEADS * DIM)
+        np.testing.assert_array_equal(layer.read_all(k_state="pre", dtype="float16")[0], whole)
+        np.testing.assert_array_equal(
+            layer.gather(range(40, 100), k_state="pre")[0], layer.read_all(k_state="pre")[0]
+        )

@@ -135,7 +135,7 @@ class Layer(Rows):
         self.store_k = store_k
 
     def commits_by_itself(self, n):
-        return self.target.must_commit(n)
+        return self.target._must_commit(n)
 
     def write(self, target, new, start):
         x = np.broadcast_to(numbers(new), (HEADS, len(new), DIM))
@@ -258,7 +258,7 @@ class Session(Rows):
             self.target = flat.anonymous(MODEL, **options)
 
     def commits_by_itself(self, n):
-        return any(layer.must_commit(n) for layer in self.target.layers)
+        return any(layer._must_commit(n) for layer in self.target.layers)
 
     def write(self, target, new, start):
         x = numbers(new)

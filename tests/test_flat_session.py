@@ -105,6 +105,24 @@ def test_what_is_not_a_session(path, tmp_path):
         flat.open(other)
 
 
+def test_sessions_of_a_folder(tmp_path):
+    with pytest.raises(NotFound, match="no session"):
+        flat.open(tmp_path)
+    assert flat.sessions(tmp_path) == []
+    for name in "dcba":
+        flat.create(f"flat:{tmp_path}/{name}", MODEL).close()
+    assert flat.sessions(tmp_path) == [tmp_path / name for name in "abcd"]
+    assert flat.sessions(f"flat:{tmp_path}/b") == [tmp_path / "b"]
+    with flat.open(f"flat:{tmp_path}/c", "a") as session:
+        assert session.where == str(tmp_path / "c")
+    assert flat.verify(f"flat:{tmp_path}/d").ok
+    for wrong in (tmp_path, f"flat:{tmp_path}"):
+        with pytest.raises(NotFound, match=r"a folder of sessions: open '.*/a', '.*/b', .*\(4\)"):
+            flat.open(wrong)
+    with pytest.raises(NotFound, match="not there"):
+        flat.sessions(tmp_path / "none")
+
+
 @pytest.mark.parametrize("store_k", ["pre", "post"])
 @pytest.mark.parametrize("k_state", ["pre", "post"])
 def test_layers_without_rope_beside_those_with_one(store_k, k_state):

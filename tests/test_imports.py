@@ -71,6 +71,15 @@ def test_import_kvstore_leaves_the_heavy_packages_alone():
     assert not {"zarr", "numcodecs", "torch", "cupy", "rich"} & set(loaded)
 
 
+def test_flat_layers_are_imported_when_they_are_asked_for():
+    code = (
+        "import sys, kvstore\n"
+        "assert 'kvstore.flat' not in sys.modules\n"
+        "assert kvstore.flat.sessions('.') == []\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_the_headers_of_the_core_are_installed():
     from importlib.resources import files
 

@@ -80,12 +80,13 @@ class AppendableLayer(StoredLayer):
     def append_rows(self, rows: Mapping[Kind, Bytes], *, start: int | None = None) -> None:
         """Append rows as they are stored, ``(n, row_bytes)`` uint8 each: copied, never decoded.
 
+        K of a layer that keeps it before RoPE is in coded channel order, as `stored_rows` gives it.
         With no rows and a `start`, a layer that never had rows begins there.
         """
         with self._lock:
             self._check_writable()
             at, n = self._position(start), self._check_rows(rows)
-            if self.must_commit(n):
+            if self._must_commit(n):
                 self.commit()
             self._before = state = self._state
             if not state.end:
@@ -108,7 +109,7 @@ class AppendableLayer(StoredLayer):
                 v_crc=crcs.get("v", 0),
             )
 
-    def must_commit(self, n_rows: int) -> bool:
+    def _must_commit(self, n_rows: int) -> bool:
         """Whether appending so many rows to a ring commits first, to have the room of dropped ones.
 
         Raises
@@ -135,7 +136,7 @@ class AppendableLayer(StoredLayer):
         """Make all appended rows, and what was dropped, durable and visible to others."""
         self._commit(self._state.dropped)
 
-    def commit_appended(self) -> None:
+    def _commit_appended(self) -> None:
         """Commit without what was dropped: for layers that are to drop it together."""
         self._commit(self._committed.dropped)
 
@@ -168,8 +169,9 @@ class AppendableLayer(StoredLayer):
     def drop_front(self, n_rows: int) -> None:
         """Drop the oldest rows, at most as many as there are; nothing is rewritten.
 
-        Their room is given back at the next `commit`, whole pages of whole checksum blocks; in a
-        ring, new rows take it.
+        In a ring (`max_rows`) new rows take their room, which is what a window needs. Otherwise it
+        goes back to the disk at the next `commit`, whole pages of whole checksum blocks, and the
+        file grows on: for as many rows as were ever appended.
         """
         with self._lock:
             self._check_writable()
@@ -177,7 +179,7 @@ class AppendableLayer(StoredLayer):
             state = self._state
             self._state = state._replace(dropped=min(state.start + n, state.end))
 
-    def forget(self, stop: int) -> None:
+    def _forget(self, stop: int) -> None:
         """Undo the last `append` if there is more than `stop` says."""
         with self._lock:
             if self._state.end != stop:

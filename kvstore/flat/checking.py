@@ -13,7 +13,7 @@ from typing import Final
 from kvcodecs.errors import Corrupt, KvError, NotFound
 
 from ..identity import Model
-from .folder import layer_file, read_session
+from .folder import layer_file, plain_path, read_session
 from .layer import FlatLayer
 
 # How often, and after how many seconds, layers that disagree are looked at again.
@@ -61,7 +61,7 @@ def verify(
     NotFound
         There is no session.
     """
-    folder, report = Path(path), FlatReport()
+    folder, report = plain_path(path), FlatReport()
     belongs: tuple[Model, int] | None = None
     try:
         belongs = read_session(folder)
@@ -78,7 +78,7 @@ def verify(
                 layer = stack.enter_context(_opened(folder / name))
                 report.n_layers += 1
                 if belongs is not None:
-                    layer.check_belongs(belongs[1], index, belongs[0])
+                    layer._check_belongs(belongs[1], index, belongs[0])
                 report.n_blocks += layer.verify(report.problems.append)
                 report.n_bytes += layer.n_bytes
                 layers[index] = layer

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,9 @@ from .file import Bytes
 from .header import Header
 
 Tensor: TypeAlias = npt.NDArray[Any]
+
+#: Values of K that are turned back at a time.
+_TURNED_VALUES: Final = 1 << 20
 
 
 class RowCoder:
@@ -149,12 +152,18 @@ class RowCoder:
     def _turn_back(
         self, parts: Sequence[Bytes], table: RopeTable, out: Tensor, n_threads: int | None
     ) -> None:
-        """Write K before RoPE, of rows that are after it."""
-        k = self._header.k
-        values = np.empty(out.shape, np.float32)
-        self._run("k", parts, values, None, n_threads)
-        coded = to_coded(values, k, "post", 0, table)
-        with np.errstate(over="ignore"):
-            out[...] = from_coded(coded, k, "pre").astype(out.dtype)
-        if not np.isfinite(out.astype(np.float32)).all():
-            raise InvalidArgument(f"a value overflows {out.dtype.name}; ask for float32")
+        """Write K before RoPE, of rows that are after it; some at a time, to keep memory small."""
+        k, at = self._header.k, 0
+        step = max(1, _TURNED_VALUES // k.channels)
+        for part in parts:
+            for lo in range(0, len(part), step):
+                some = part[lo : lo + step]
+                to = out[:, at : at + len(some)]
+                values = np.empty(to.shape, np.float32)
+                self._run("k", [some], values, None, n_threads)
+                coded = to_coded(values, k, "post", at, table)
+                with np.errstate(over="ignore"):
+                    to[...] = from_coded(coded, k, "pre")
+                if not np.isfinite(to.astype(np.float32)).all():
+                    raise InvalidArgument(f"a value overflows {out.dtype.name}; ask for float32")
+                at += len(some)

@@ -66,7 +66,7 @@ class LayerFile:
         try:
             fd = os.open(path, flags | os.O_NONBLOCK)  # a pipe would wait for its other end
         except OSError as error:
-            raise translate(error, path, write=write) from error
+            raise translate(error, path, "write" if write else "read") from error
         file = cls(fd, path, is_named=True, pread=pread)
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -85,7 +85,7 @@ class LayerFile:
         Raises
         ------
         InvalidArgument
-            There is something of that name, or no permission.
+            There is something of that name, or no permission to create anything.
         NotFound
             No such folder.
         Full
@@ -102,7 +102,7 @@ class LayerFile:
         except OSError as error:
             if error.errno in (errno.ENOENT, errno.ENOTDIR):
                 raise NotFound(f"{folder}: no such directory") from None
-            raise translate(error, path) from error
+            raise translate(error, path, "create") from error
         file = cls(fd, path, is_named=True, pread=pread)
         try:
             file._lock()
@@ -270,7 +270,7 @@ class LayerFile:
             self.check_size(offset + size)
             raise
         except OSError as error:
-            raise translate(error, self.where, write=False) from error
+            raise translate(error, self.where, "read") from error
         return mapped, np.frombuffer(mapped, np.uint8)
 
     def punch(self, offset: int, size: int) -> None:

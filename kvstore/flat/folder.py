@@ -19,7 +19,7 @@ from ..files import sync_folder
 from ..identity import Model, check_model
 from ..metadata import canonical_json
 from ..mismatch import check_identity
-from ..place import FLAT_SIGN
+from ..place import FLAT_PREFIX, FLAT_SIGN, flat_folders
 from ..records import load_json, read_count
 from .asking import Schemes, make_header
 from .file import LayerFile
@@ -54,12 +54,15 @@ def create(
     Raises
     ------
     InvalidArgument
-        Something of that name is there, or rows of a layer that are not whole blocks.
+        Something of that name is there, nothing may be created, or rows of a layer that are not
+        whole blocks.
+    NotFound
+        No such folder.
     Full
         No room on the disk.
     """
     check_model(model)
-    target = Path(path)
+    target = plain_path(path)
     taken = f"{target}: exists already; give another name, or remove it"
     if os.path.lexists(target):
         raise InvalidArgument(taken)
@@ -72,10 +75,10 @@ def create(
     try:
         partial.mkdir()
     except OSError as error:
-        raise translate(error, os.fspath(target)) from error
+        raise translate(error, os.fspath(target), "create") from error
     try:
         for index, header in enumerate(headers):
-            layer = FlatLayer.from_header(
+            layer = FlatLayer._from_header(
                 os.fspath(partial / layer_file(index)), header, sparse=sparse, pread=pread
             )
             layers.append(layer)
@@ -96,7 +99,7 @@ def create(
         shutil.rmtree(partial, ignore_errors=True)
         raise
     for index, layer in enumerate(layers):
-        layer.renamed(os.fspath(target / layer_file(index)))
+        layer._renamed(os.fspath(target / layer_file(index)))
     return FlatSession(os.fspath(target), model, layers)
 
 
@@ -110,6 +113,12 @@ def open(
 ) -> FlatSession:
     """Open a folder of flat layers to read, or to append.
 
+    Parameters
+    ----------
+    path
+        Of one session; ``flat:`` before it, as the command line has it, changes nothing.
+        `sessions` finds those in a folder.
+
     Raises
     ------
     NotFound, Truncated, Corrupt, Unsupported
@@ -119,7 +128,7 @@ def open(
     Locked
         ``mode="a"``, and somebody else appends.
     """
-    folder = Path(path)
+    folder = plain_path(path)
     model, number = read_session(folder)
     if expect is not None:
         check_identity(model, expect, os.fspath(folder))
@@ -132,7 +141,7 @@ def open(
             except NotFound:
                 raise Corrupt(f"{where}: missing; restore a copy of the folder") from None
             layers.append(layer)
-            layer.check_belongs(number, index, model)
+            layer._check_belongs(number, index, model)
         session = FlatSession(os.fspath(folder), model, layers)
         _check_common(session)
         if mode == "a":
@@ -142,6 +151,24 @@ def open(
             layer.close()
         raise
     return session
+
+
+def sessions(path: str | os.PathLike[str]) -> list[Path]:
+    """Return the folders of flat layers that are directly in a folder, by name.
+
+    The folder itself if it is one of flat layers; none in one of an archive.
+
+    Raises
+    ------
+    NotFound, InvalidArgument
+        No such folder, or it cannot be listed.
+    """
+    folder = plain_path(path)
+    try:
+        os.listdir(folder)
+    except OSError as error:
+        raise translate(error, os.fspath(folder), "read") from error
+    return flat_folders(folder)
 
 
 def anonymous(
@@ -155,7 +182,7 @@ def anonymous(
     """Return flat layers in memory that the kernel may swap, gone when they are closed."""
     check_model(model)
     headers = _headers(model, scheme, store_k, capacity, max_rows, 0)
-    layers = [FlatLayer.from_header(None, h, sparse=True, pread=False) for h in headers]
+    layers = [FlatLayer._from_header(None, h, sparse=True, pread=False) for h in headers]
     return FlatSession("anonymous session", model, layers)
 
 
@@ -206,13 +233,24 @@ def _make_even(session: FlatSession) -> None:
         layer.commit()
 
 
+def plain_path(path: str | os.PathLike[str]) -> Path:
+    """Return a path without the ``flat:`` that the command line has before it."""
+    return Path(os.fspath(path).removeprefix(FLAT_PREFIX))
+
+
 def read_session(folder: Path) -> tuple[Model, int]:
     """Return the model of a session and its number; `NotFound`, `Corrupt` or `Unsupported`."""
     where = os.fspath(folder / SESSION_FILE)
     try:
         file = LayerFile.open(where, write=False, pread=True)
     except NotFound:
-        raise NotFound(f"{folder}: no session of flat layers there") from None
+        inside = [repr(os.fspath(found)) for found in flat_folders(folder)]
+        several = f"{', '.join(inside[:3])}, ... ({len(inside)})" if inside[3:] else None
+        raise NotFound(
+            f"{folder}: a folder of sessions: open {several or ' or '.join(inside)}"
+            if inside
+            else f"{folder}: no session of flat layers there"
+        ) from None
     try:
         data = file.read(0, file.size).tobytes()
     finally:

@@ -69,6 +69,11 @@ class OpenLayer:
         return state.end - state.start
 
     @property
+    def origin(self) -> int:
+        """Position of the first row ever, dropped or not: that of row 0 of `raw_rows`."""
+        return self._now().origin
+
+    @property
     def n_committed(self) -> int:
         """One past the position of the last committed row."""
         with self._lock:
@@ -98,8 +103,18 @@ class OpenLayer:
         return len(self) * self.bytes_per_row
 
     @property
+    def max_rows(self) -> int | None:
+        """The most rows of a ring; None where the layer grows."""
+        return self.header.max_rows
+
+    @property
     def capacity(self) -> int:
-        """Rows that there is room for without growing."""
+        """Rows that the file has room for without growing, dropped ones counted.
+
+        A full layer doubles it, by a new segment of at most 1 GiB that has a view of its own, and
+        room on the disk unless the layer is sparse. Of a ring, its slots, for good: `max_rows`
+        rounded up to whole checksum blocks, and one block more.
+        """
         with self._lock:
             return self._segments.n_rows
 
@@ -109,11 +124,11 @@ class OpenLayer:
             self._file.close()
             self._segments.close()
 
-    def renamed(self, path: str) -> None:
+    def _renamed(self, path: str) -> None:
         """Note that its file has another name now."""
         self._file.where = path
 
-    def check_belongs(self, session: int, layer: int, model: Model) -> None:
+    def _check_belongs(self, session: int, layer: int, model: Model) -> None:
         """Raise `Corrupt` unless this is the layer of that session of `model`."""
         header = self.header
         found = header.session, header.layer, header.k, header.v

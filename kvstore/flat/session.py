@@ -25,6 +25,15 @@ class FlatSession:
     after the other: first what was appended to each, then what was dropped. After a crash in the
     middle the session has the tokens of before, or all of the new ones, and the next writer takes
     back, or drops, what some layers have more.
+
+    Attributes
+    ----------
+    where
+        Its folder, as it was given.
+    model
+        What it is of.
+    layers
+        All of them, in order; also for `FlatLayer.append`, layer by layer.
     """
 
     def __init__(self, where: str, model: Model, layers: Sequence[FlatLayer]) -> None:
@@ -117,7 +126,7 @@ class FlatSession:
         if at != stop and stop:
             raise InvalidArgument(f"{self.where}: append at start={at}, but {stop} are there")
         n = n_tokens.pop() if n_tokens else 0
-        if any(layer.must_commit(n) for layer in self.layers):
+        if any(layer._must_commit(n) for layer in self.layers):
             self.commit()
         before = [layer.stop for layer in self.layers]
         try:
@@ -125,14 +134,14 @@ class FlatSession:
                 layer.append(k_layer, v_layer, k_state=k_state, start=at)
         except BaseException:
             for layer, stop in zip(self.layers, before, strict=True):
-                layer.forget(stop)
+                layer._forget(stop)
             raise
 
     def commit(self) -> None:
         """Make what was appended and dropped durable, in all layers."""
         # A layer that dropped tokens which others do not have yet would leave none in common.
         for layer in self.layers:
-            layer.commit_appended()
+            layer._commit_appended()
         for layer in self.layers:
             layer.commit()
 

@@ -122,7 +122,8 @@ class StoredLayer(OpenLayer):
     ) -> Iterator[tuple[int, int, Bytes, Bytes]]:
         """Yield ``(start, stop, k_rows, v_rows)`` of successive rows, checked, as stored.
 
-        Rows are views of the map, good until the next ones are asked for.
+        Rows are views of the map, good until the next ones are asked for. K that is kept before
+        RoPE is in coded channel order.
 
         Raises
         ------
@@ -154,6 +155,8 @@ class StoredLayer(OpenLayer):
     def stored_rows(self, kind: Kind, start: int, stop: int) -> Bytes:
         """Return rows of positions ``[start, stop)`` as stored, ``(n, row_bytes)``, checked.
 
+        K that is kept before RoPE is in coded channel order: `FlatLayer` shows how to undo that.
+
         Raises
         ------
         NotFound, InvalidArgument, Truncated, Corrupt
@@ -169,9 +172,23 @@ class StoredLayer(OpenLayer):
     def raw_rows(self, kind: Kind) -> list[Bytes]:
         """Return the stored rows of each segment, ``(n, row_bytes)``, as read-only views.
 
-        Nothing is copied: for uploads to a GPU. Row 0 of the first view is the first row ever (of a
-        ring, slot 0); rows before `start` were dropped and may be zeros. Views stay valid while
-        anybody has them, also when the layer grows or is closed; the file must not be cut.
+        Nothing is copied, and nothing checked: for uploads to a GPU. K that is kept before RoPE is
+        in coded channel order, as in `stored_rows`.
+
+        A layer that grows has a view for each segment; position ``p`` is row ``p - layer.origin``
+        of them all, one behind the other. Rows before `start` were dropped and may be zeros.
+        `capacity`, when the layer is created, makes it one view. Of a ring there is one view of
+        all slots, used or not, and ``p`` is in slot ``(p - layer.origin) % len(view)``.
+
+        Views stay valid while anybody has them, also when the layer grows or is closed; the file
+        must not be cut.
+
+        Raises
+        ------
+        InvalidArgument
+            The layer was opened with ``pread=True``, which maps nothing, or has no V.
+        Truncated
+            The file was cut.
         """
         with self._lock:
             state = self._now()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from typing import Final
+from typing import Final, Literal
 
 from kvcodecs.errors import Full, InvalidArgument, KvError, NotFound
 
@@ -14,20 +14,27 @@ _NO_FILE: Final = (errno.EISDIR, errno.ENXIO, errno.ELOOP, errno.ENAMETOOLONG)
 _TOO_MANY: Final = (errno.EMFILE, errno.ENFILE)
 
 
-def translate(error: OSError, where: str, *, write: bool = True) -> KvError | OSError:
+def translate(
+    error: OSError, where: str, wanted: Literal["read", "write", "create"] = "write"
+) -> KvError | OSError:
     """Return the error of ours that says what `error` means; itself where a disk fails.
 
     Parameters
     ----------
-    write
-        Whether it was to be written.
+    wanted
+        What was to be done with the file.
     """
     code, text = error.errno, error.strerror
     if code in _NO_ROOM:
         return Full(
             f"{where}: {text}; make room on the disk, or drop rows; what was committed is unharmed"
         )
-    if code in _NOT_ALLOWED and write:
+    if code in _NOT_ALLOWED and wanted == "create":
+        return InvalidArgument(
+            f"{where}: cannot be created ({text}); give another folder, or have the permissions of "
+            "this one changed"
+        )
+    if code in _NOT_ALLOWED and wanted == "write":
         return InvalidArgument(
             f"{where}: cannot be written ({text}); open it with mode='r', or have the permissions "
             "changed"

@@ -69,7 +69,7 @@ def _append(layer: FlatLayer, mode: str, k: F32, v: F32, reps: int) -> list[Row]
 
     def append() -> None:
         layer.append(*tensors)
-        layer.forget(0)
+        layer._forget(0)
 
     def code() -> None:
         for x in (k, v):
