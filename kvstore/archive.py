@@ -7,17 +7,16 @@ from collections.abc import Mapping
 from dataclasses import replace as replace_fields
 from typing import TYPE_CHECKING, Any
 
-from kvcodecs.codec import CodecConfig
 from kvcodecs.errors import KvError, Unsupported
 from kvcodecs.kvr1 import KVR1
-from kvcodecs.spec import Kind, KState
+from kvcodecs.spec import KState
 
 from . import keys
 from .backend import BackendInfo
 from .garbage import collect_garbage, rebuild_index
 from .identity import Model, check_model
 from .info import ArchiveInfo, stored_bytes
-from .layout import check_configs, check_fit_tokens, new_layout
+from .layout import Codecs, check_configs, check_fit_tokens, new_layout
 from .matching import Match, Promise, find_prefix, n_sealed
 from .metadata import check_metadata
 from .opened import OpenArchive
@@ -49,7 +48,7 @@ class Archive(OpenArchive):
         name: str,
         *,
         model: Model,
-        codec: CodecConfig | Mapping[Kind, CodecConfig] | None = None,
+        codec: Codecs | None = None,
         block_tokens: int | str = "auto",
         fit_tokens: int = 128,
         stats_from: str | Session | None = None,
@@ -65,8 +64,9 @@ class Archive(OpenArchive):
         model
             Identity and geometry of the KV.
         codec
-            A configuration for both kinds or ``{"k": ..., "v": ...}``; None for ``KVR1()``, or
-            with `stats_from` for that session's.
+            A configuration for both kinds or ``{"k": ..., "v": ...}``, or the name of a codec
+            without options, ``"ggml.q8_0"`` for example; None for ``KVR1()``, or with `stats_from`
+            for that session's.
         block_tokens
             Tokens per block, for all streams; ``"auto"`` chooses 128 to 1024 for each stream so
             that frames reach about 32 KB.
@@ -282,7 +282,7 @@ class Archive(OpenArchive):
         source: Source,
         *,
         model: Model,
-        codec: CodecConfig | Mapping[Kind, CodecConfig] | None = None,
+        codec: Codecs | None = None,
         block_tokens: int | str = "auto",
         fit_tokens: int = 128,
         k_state: KState = "pre",

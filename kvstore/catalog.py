@@ -13,7 +13,7 @@ from kvcodecs.spec import Kind
 from . import keys
 from .backend import Backend, Mode, Snapshot, Transaction
 from .identity import Model
-from .layout import check_configs
+from .layout import Codecs, check_configs
 from .mismatch import check_identity
 from .records import (
     check_archive,
@@ -124,7 +124,7 @@ class Catalog:
         snapshot: Snapshot,
         name: str,
         model: Model,
-        codec: CodecConfig | Mapping[Kind, CodecConfig] | None,
+        codec: Codecs | None,
         owner: int,
         source: int | None = None,
     ) -> tuple[Mapping[Kind, CodecConfig], dict[bytes, bytes]]:

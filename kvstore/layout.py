@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
-from kvcodecs.codec import CodecConfig, codec_for
+from kvcodecs.codec import CodecConfig, codec_for, config_by_name
 from kvcodecs.errors import InvalidArgument
-from kvcodecs.spec import MAX_BLOCK_TOKENS, Kind, StreamSpec
+from kvcodecs.spec import KINDS, MAX_BLOCK_TOKENS, Kind, StreamSpec
 
 from .identity import Model
 from .records import located
 from .session_record import SessionRecord, StreamName, StreamState
 from .stream import StreamWriter
+
+#: What a caller asks of both streams: a configuration, or the name of a codec without options.
+Codecs: TypeAlias = "CodecConfig | str | Mapping[Kind, CodecConfig | str]"
 
 #: What ``block_tokens="auto"`` aims at: frames of 32 KB at 2.5 bits per value, or what a codec of
 #: fixed rate has. Pages of 4 KB then waste 6 % on average, which leaves room for records within
@@ -74,23 +77,22 @@ def check_streams(model: Model, configs: Mapping[Kind, CodecConfig], where: str)
             codec_for(configs[kind]).check_stream(configs[kind], model.stream(layer, kind))
 
 
-def check_configs(codec: CodecConfig | Mapping[Kind, CodecConfig]) -> dict[Kind, CodecConfig]:
-    """Return one configuration per kind.
+def check_configs(codec: Codecs) -> dict[Kind, CodecConfig]:
+    """Return one configuration per kind; a name is that of a codec without options.
 
     Raises
     ------
     InvalidArgument
         Not a configuration, or a mapping with other keys than "k" and "v".
     """
-    configs: dict[Kind, CodecConfig]
-    if isinstance(codec, Mapping):
-        if set(codec) != {"k", "v"}:
-            raise InvalidArgument(f"codec: a mapping needs the keys 'k' and 'v', has {list(codec)}")
-        configs = {"k": codec["k"], "v": codec["v"]}
-    else:
-        configs = {"k": codec, "v": codec}
-    for config in configs.values():
-        codec_for(config)
+    if isinstance(codec, Mapping) and set(codec) != set(KINDS):
+        raise InvalidArgument(f"codec: a mapping needs the keys 'k' and 'v', has {list(codec)}")
+    asked = codec if isinstance(codec, Mapping) else dict.fromkeys(KINDS, codec)
+    configs: dict[Kind, CodecConfig] = {}
+    for kind in KINDS:
+        config = asked[kind]
+        configs[kind] = config_by_name(config) if isinstance(config, str) else config
+        codec_for(configs[kind])
     return configs
 
 

@@ -8,9 +8,15 @@ import numcodecs
 import numpy as np
 import pytest
 import zarr
-from kvcodecs import _core, rows
+from kvcodecs import KVR1, TKV1, Raw, _core, rows
 from kvcodecs.blocks import SIMD_LEVELS
-from kvcodecs.codec import codec_by_name, codec_by_number, codec_for, config_from_json
+from kvcodecs.codec import (
+    codec_by_name,
+    codec_by_number,
+    codec_for,
+    config_by_name,
+    config_from_json,
+)
 from kvcodecs.errors import Corrupt, InvalidArgument, Truncated, Unsupported
 from kvcodecs.frame import ErrorStats
 from kvcodecs.ggml import GGML, SCHEMES, dequantise, quantise, scheme_by_name
@@ -126,7 +132,7 @@ def test_arrays_that_cannot_be_quantised_are_refused():
     for wrong in (np.zeros((2, 32), np.int32), np.zeros((2, 32)), np.float32(1)):
         with pytest.raises(InvalidArgument, match="expected rows"):
             quantise(wrong, "q8_0")
-    with pytest.raises(InvalidArgument, match="one of f16, q8_0"):
+    with pytest.raises(InvalidArgument, match="scheme 'q9' is unknown; some are f16, q8_0"):
         quantise(x, "q9")
     for n_threads in (-1, 0, 1 << 32, 1.5, True):
         with pytest.raises(InvalidArgument, match="n_threads"):
@@ -171,8 +177,34 @@ def test_names_mean_one_scheme_each_in_any_case():
     assert ", ".join(scheme.name for scheme in SCHEMES) == LISTED
 
 
+def test_a_scheme_is_given_by_name_by_configuration_or_itself():
+    x = values()
+    for scheme in SCHEMES[:3]:
+        rows = quantise(x, scheme.name)
+        for same in (GGML(scheme.name), scheme, f"ggml.{scheme.name}"):
+            assert np.array_equal(quantise(x, same), rows)
+            assert np.array_equal(dequantise(rows, same), dequantise(rows, scheme.name))
+
+
+def test_a_name_stands_for_a_codec_without_options():
+    for name, config in (
+        ("kvr1", KVR1()), ("TKV1", TKV1()), ("raw", Raw()), (" GGML.Q8 ", GGML("q8_0"))
+    ):  # fmt: skip
+        assert config_by_name(name) == config
+    for name, message in (
+        ("q8_0", r"did you mean ggml\.q8_0\? there are raw, tkv1, kvr1 and ggml\.SCHEME"),
+        ("ggml.q4_k_m", "did you mean q4_k"), ("kvr2", "did you mean kvr1"), ("", "unknown; there"),
+        ("ggml", "unknown"), ("raw.float16", "unknown"), ("zstd", "unknown; there are raw"),
+    ):  # fmt: skip
+        with pytest.raises(InvalidArgument, match=message):
+            config_by_name(name)
+
+
 def test_unknown_schemes_and_fields_are_refused():
-    with pytest.raises(InvalidArgument, match="one of f16"):
+    for name, meant in (("Q4_K_M", "q4_k"), ("q4-k", "q4_k"), ("ggml.bf16", "f16")):
+        with pytest.raises(InvalidArgument, match=rf"is unknown, did you mean {meant}\? some are"):
+            GGML(name)
+    with pytest.raises(InvalidArgument, match=r"'q9_9' is unknown; some are f16.*ggml\.SCHEMES$"):
         GGML("q9_9")
     with pytest.raises(InvalidArgument):
         GGML(8)

@@ -453,7 +453,7 @@ def test_command_line(path, tmp_path, run):
         np.testing.assert_array_equal(held(d.session("s"))[0], held(e.session("s"))[0])
     for wrong, words in (
         (("--codec", "ggml.q8_0", "--rel-step", 0.5), "--rel-step does not go with --codec ggml"),
-        (("--codec", "ggml.q9"), "one of f16"),
+        (("--codec", "ggml.q9"), "scheme 'ggml.q9' is unknown"),
         (("--codec", "q8_0"), "such as ggml.q8_0"),
     ):
         code, _, err = run("pack", tmp_path / "o.safetensors", tmp_path / "x.kv", *wrong)
@@ -475,3 +475,20 @@ def test_a_header_may_come_from_another_session(path):
         second.commit()
         np.testing.assert_array_equal(held(second), coded(x, "q8_0"))
         assert scheme_by_name("q8_0").name == second.info().streams[0].codec.removeprefix("ggml.")
+
+
+def test_codecs_by_name(path, tmp_path):
+    x = values(40)
+    with kvstore.open(path, "a") as archive:
+        for name, codec in (("s", "ggml.q8_0"), ("t", {"k": "ggml.q8_0", "v": GGML("q8_0")})):
+            session = archive.create_session(name, model=MODEL, codec=codec)
+            add(session, x, 0, 40)
+            session.commit()
+            np.testing.assert_array_equal(held(session), coded(x, "q8_0"))
+        with pytest.raises(kvstore.InvalidArgument, match=r"did you mean ggml\.q8_0"):
+            archive.create_session("u", model=MODEL, codec="q8_0")
+        with pytest.raises(kvstore.InvalidArgument, match=r'such as .*GGML\("q8_0"\)'):
+            archive.create_session("u", model=MODEL, codec={"k": GGML("q8_0"), "v": 8})
+    kvstore.migrate(path, tmp_path / "other.kv", codec="ggml.q4_0")
+    with kvstore.open(tmp_path / "other.kv") as archive:
+        assert archive.session("s").info().streams[0].codec == "ggml.q4_0"

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 from .errors import Corrupt, InvalidArgument, Unsupported
 from .frame import BytesLike, ErrorStats
 from .spec import F32, KState, StreamSpec
+from .suggestion import did_you_mean
 
 if TYPE_CHECKING:
     from .plan import Placement, Plan
@@ -220,8 +221,35 @@ def codec_by_name(name: str) -> BlockCodec:
 def codec_for(config: CodecConfig) -> BlockCodec:
     """Return the codec that `config` configures; `InvalidArgument` if it is no configuration."""
     if isinstance(config, type) or not hasattr(config, "codec"):
-        raise InvalidArgument(f"codec {config!r}: give a configuration such as KVR1(rel_step=0.25)")
+        raise InvalidArgument(
+            f'codec {config!r}: give a configuration, such as KVR1(rel_step=0.25) or GGML("q8_0")'
+        )
     return codec_by_name(config.codec)
+
+
+def config_by_name(name: str) -> CodecConfig:
+    """Return the configuration of a codec without options: ``"kvr1"`` or ``"ggml.q8_0"``.
+
+    Raises
+    ------
+    InvalidArgument
+        No such codec; says which name is close.
+    """
+    from .ggml.config import GGML
+    from .ggml.schemes import SCHEMES
+
+    family, _, scheme = name.strip().lower().partition(".")
+    if family == "ggml" and scheme:
+        return GGML(scheme)
+    plain = [known for known in _NUMBERS if known != "ggml"]
+    if family in plain and not scheme:
+        return config_from_json({"codec": family})
+    schemes = {s.name: f"ggml.{s.name}" for s in SCHEMES}
+    meant = did_you_mean(schemes.get(family, name), [*plain, *schemes.values()])
+    raise InvalidArgument(
+        f"codec {name!r} is unknown{meant or ';'} there are {', '.join(plain)} and ggml.SCHEME, "
+        "such as ggml.q8_0"
+    )
 
 
 def config_from_json(data: Mapping[str, object]) -> CodecConfig:

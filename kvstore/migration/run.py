@@ -18,15 +18,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, cast
 
-from kvcodecs.codec import CodecConfig
 from kvcodecs.errors import InvalidArgument, KvError, NotFound
 from kvcodecs.plan import check_threads
-from kvcodecs.spec import Kind
 
 from ..archive import Archive
 from ..backend import check_timeout
 from ..catalog import Catalog
-from ..layout import check_configs
+from ..layout import Codecs, check_configs
 from ..opening import open as open_archive
 from ..place import MEMORY_PREFIX, Place, open_backend
 from .adding import Adding
@@ -45,7 +43,7 @@ def migrate(
     dst: str | os.PathLike[str] | Archive,
     *,
     sessions: str | Iterable[str] | None = None,
-    codec: CodecConfig | Mapping[Kind, CodecConfig] | None = None,
+    codec: Codecs | None = None,
     workers: int | None = None,
     resume: bool = False,
     verify: bool = True,
@@ -66,9 +64,9 @@ def migrate(
     sessions
         Names, or patterns with ``*``, ``?`` and ``[...]``; None for all sessions.
     codec
-        What the sessions shall be coded with; those that are keep their bytes, others are decoded
-        and coded anew, and their frames then say how large the error of both codings can be at
-        most. None keeps every byte of every session.
+        What the sessions shall be coded with, as for `Archive.create_session`; those that are keep
+        their bytes, others are decoded and coded anew, and their frames then say how large the
+        error of both codings can be at most. None keeps every byte of every session.
     workers
         Threads that code streams; None for one per CPU. Moving needs none.
     resume

@@ -12,6 +12,7 @@ from ..errors import InvalidArgument
 from ..plan import available_cpus, check_threads
 from ..spec import FLOAT_DTYPES, float_dtype
 from ..tensor import as_array
+from .config import GGML
 from .schemes import Scheme, scheme_by_name
 
 # csrc/rows.hpp OutputType.
@@ -21,7 +22,7 @@ _MANY_VALUES: Final = 1 << 18
 
 
 def quantise(
-    x: npt.NDArray[Any], scheme: str | Scheme, n_threads: int | None = None
+    x: npt.NDArray[Any], scheme: str | GGML | Scheme, n_threads: int | None = None
 ) -> npt.NDArray[np.uint8]:
     """Return rows of blocks for an array of floats.
 
@@ -30,7 +31,7 @@ def quantise(
     x : (..., n_values) float32, float16 or bfloat16
         `n_values` is a multiple of the scheme's block size.
     scheme
-        Its name, in any case, or the scheme.
+        Its name, in any case, ``GGML("q8_0")`` or one of `SCHEMES`.
     n_threads
         None: one per CPU that this process may use. The bytes do not depend on it.
 
@@ -71,7 +72,7 @@ def quantise(
 
 def dequantise(
     rows: npt.NDArray[np.uint8],
-    scheme: str | Scheme,
+    scheme: str | GGML | Scheme,
     dtype: str | npt.DTypeLike = "float32",
     out: npt.NDArray[Any] | None = None,
     n_threads: int | None = None,
@@ -136,8 +137,10 @@ def dequantise(
     return out
 
 
-def _scheme(scheme: str | Scheme) -> Scheme:
-    return scheme_by_name(scheme.name if isinstance(scheme, Scheme) else scheme)
+def _scheme(scheme: str | GGML | Scheme) -> Scheme:
+    if isinstance(scheme, Scheme):
+        return scheme_by_name(scheme.name)
+    return scheme_by_name(scheme.scheme if isinstance(scheme, GGML) else scheme)
 
 
 def _bits(x: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -21,7 +21,7 @@ class GGML:
     Raises
     ------
     InvalidArgument
-        No such scheme; lists those that there are.
+        No such scheme; says which name is close.
 
     Notes
     -----

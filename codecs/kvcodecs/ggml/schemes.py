@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ..errors import InvalidArgument
+from ..suggestion import did_you_mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +77,22 @@ SCHEMES: Final = (
 )
 
 _BY_NAME: Final = {name: s for s in SCHEMES for name in (s.name, *s.aliases)}
+_FEW: Final = "f16, q8_0, q6_k, q5_0, q4_0, q4_k and iq4_nl; all are in kvcodecs.ggml.SCHEMES"
 _BY_NUMBER: Final = {s.number: s for s in SCHEMES}
 
 
 def scheme_by_name(name: str) -> Scheme:
-    """Return the scheme called `name`, in any case, with or without ``ggml.`` before it."""
+    """Return the scheme called `name`, in any case, with or without ``ggml.`` before it.
+
+    Raises
+    ------
+    InvalidArgument
+        No such scheme; says which name is close.
+    """
     key = name.strip().lower().removeprefix("ggml.") if isinstance(name, str) else None
     if key not in _BY_NAME:
-        raise InvalidArgument(f"scheme {name!r}: one of {', '.join(s.name for s in SCHEMES)}")
+        meant = did_you_mean(key, [s.name for s in SCHEMES])
+        raise InvalidArgument(f"scheme {name!r} is unknown{meant or ';'} some are {_FEW}")
     return _BY_NAME[key]
 
 
