@@ -1,11 +1,12 @@
 """`kvstore info`, `ls` and `verify` of flat layers, and what the other commands say to them."""
 
+import errno
 import json
 import os
 
 import numpy as np
 import pytest
-from kvtools import cli
+from kvtools import cli, flat_sessions
 
 import kvstore
 from kvstore import GGML, LayerSpec, Model, flat
@@ -63,11 +64,14 @@ def test_ls(run, folder, prefix):
     code, out, err = run("ls", f"{prefix}{folder}")
     assert (code, err) == (0, "")
     head, grows, ring = (line.split() for line in out.splitlines())
-    assert head[:6] == ["session", "model", "layers", "tokens", "first", "token"]
-    assert grows[:5] == ["grows", "my-model", "2", "300", "0"]
-    assert ring[:5] == ["ring", "my-model", "2", "90", "30"]
-    assert "60 in a ring of 100" in out
+    assert head == ["session", "model", "layers", "positions", "scheme", "disk"]
+    assert grows[:5] == ["grows", "my-model", "2", "[0,", "300)"]
+    assert ring[:5] == ["ring", "my-model", "2", "[30,", "90)"]
     assert "k: q8_0; v: q4_0" in out
+    code, out, _ = run("ls", f"{prefix}{folder}", "--long")
+    assert code == 0
+    for words in ("60 in a ring of 100", "300, room for 512", "after RoPE (post)", "bits/value"):
+        assert words in out
     code, out, _ = run("ls", f"{prefix}{folder}", "--json", "--prefix", "gr")
     (said,) = json.loads(out)
     assert (said["name"], said["n_tokens"], said["n_layers"]) == ("grows", 300, 2)
@@ -105,7 +109,9 @@ def test_info(run, folder):
     pairs = dict(line.split("  ", 1) for line in out.splitlines() if "  " in line)
     assert pairs["model"].strip() == "my-model r1"
     assert pairs["salt"].strip() == "tenant"
-    assert pairs["tokens"].strip() == "90, those before 30 dropped"
+    assert pairs["positions"].strip() == "[30, 90)"
+    assert pairs["max error"].strip().startswith("not known")
+    assert said["sessions"][0]["max_error"] is None
     assert pairs["K kept"].strip() == "after RoPE (post)"
     assert pairs["rows"].strip() == "60 in a ring of 100"
     assert "1 k" in out
@@ -122,7 +128,8 @@ def test_a_migrated_session_is_called_what_it_was(run, tmp_path):
             session.commit()
     assert run("migrate", tmp_path / "a.kv", f"flat:{tmp_path / 'f'}", "--quiet")[0] == 0
     _, out, _ = run("info", tmp_path / "f", "--session", "alice/42")
-    assert "9, with ids" in out
+    assert "[0, 9), with ids" in out
+    assert "as it was before the migration" in out
     assert '{"x": 1}' in out
     (tmp_path / "f" / "alice%2F42" / "session.json").write_text("{")
     code, out, _ = run("ls", tmp_path / "f", "--json")
@@ -155,6 +162,21 @@ def test_verify(run, folder):
     assert not said["ok"]
     assert [problem["kind"] for problem in said["problems"]] == ["Corrupt", "Corrupt", "Truncated"]
     assert said["n_sessions"] == 2
+
+
+def test_what_may_not_be_read_is_not_called_damaged(run, folder, monkeypatch):
+    def refuse(path, *more):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    fails(run("ls", folder / "ring" / "layer-00000.kvf"), "one layer's file", "folder of its")
+    fails(run("migrate", folder / "ring" / "layer-00000.kvf", folder / "x.kv"), "one layer's file")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "listdir", refuse)
+        fails(run("ls", f"flat:{folder}"), "Permission denied")
+    monkeypatch.setattr(flat_sessions, "describe", refuse)
+    code, _, err = run("ls", folder)
+    assert code == 1
+    assert err.startswith("kvstore: unreadable session 'grows': ")
 
 
 def test_verify_names_layers_that_disagree(run, folder):

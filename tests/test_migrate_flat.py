@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import numpy as np
 import pytest
 from kvcodecs.errors import InvalidArgument
+from kvcodecs.frame import open_frame
 from kvtools.tensorfile import TensorWriter
 
 import kvstore
@@ -178,8 +180,10 @@ def test_a_session_of_the_api_becomes_one_of_an_archive(run, tmp_path):
         session.append([x[:, 300:] for x in k], [None if x is None else x[:, 300:] for x in v])
         session.commit()  # the ring has begun anew
         expected = {s: session.read(*s, dtype="float32") for s in MODEL.streams()}
-    out, _ = ok(run("migrate", folder, tmp_path / "b.kv"))
+    out, err = ok(run("migrate", folder, tmp_path / "b.kv"))
     assert "1 session moved byte for byte" in out
+    assert err.endswith("session 'chat': max_rows=400 is left out: archives have no rings\n")
+    assert re.search("max error +not known: ", ok(run("info", tmp_path / "b.kv"))[0])
     with kvstore.open(tmp_path / "b.kv") as archive:
         assert archive.names() == ["chat"]
         assert archive.verify(decode=True).ok
@@ -205,13 +209,37 @@ def test_a_session_of_the_api_becomes_one_of_an_archive(run, tmp_path):
     assert "1 session there already" in out
 
 
-def test_what_grew_since_keeps_its_name_and_metadata(run, source, tmp_path):
+def errors_of(path):
+    """Return the error of each frame by stream and first token."""
+    heads = [
+        open_frame(value, "")[0]
+        for key, value in stored(path).items()
+        if key[:1] in (keys.FRAME, keys.TAIL)
+    ]
+    return {(head.layer, head.kind, head.first_token): head.error for head in heads}
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_what_grew_since_keeps_its_name_and_metadata(run, source, tmp_path, changed):
     ok(run("migrate", source, f"flat:{tmp_path / 'f'}", "--sessions", "a/ü 1"))
+    if changed:  # rows that were there are others now
+        with flat.open(tmp_path / "f" / "a%2Fü 1", "a") as session:
+            for layer in session.layers:
+                layer.take_back(80)
+            session.append(*tensors(5, 9))
+            session.commit()
     with flat.open(tmp_path / "f" / "a%2Fü 1", "a") as session:
         session.append(*tensors(20, 9))
         session.commit()
         expected = {s: session.read(*s, dtype="float32") for s in MODEL.streams()}
-    ok(run("migrate", tmp_path / "f", tmp_path / "b.kv"))
+    _, err = ok(run("migrate", tmp_path / "f", tmp_path / "b.kv"))
+    what = "errors" if changed else "errors of new rows"
+    assert f"token ids and {what} are left out: it was migrated" in err
+    assert "with tokens [0, 85), and has [0, 105) now" in err
+    kvstore.migrate(source, tmp_path / "c.kv", sessions=["a/ü 1"])
+    old, new = errors_of(tmp_path / "c.kv"), errors_of(tmp_path / "b.kv")
+    for at, error in new.items():
+        assert error == old[at] if at[2] < 80 and not changed else not error.is_known
     with kvstore.open(tmp_path / "b.kv") as archive:
         assert archive.verify(decode=True).ok
         session = archive.session("a/ü 1")
@@ -221,6 +249,52 @@ def test_what_grew_since_keeps_its_name_and_metadata(run, source, tmp_path):
         assert not info.error.is_known
         for stream, x in expected.items():
             np.testing.assert_array_equal(session.read(*stream, dtype="float32"), x)
+
+
+def test_a_session_grows_whose_first_block_lost_tokens(run, source, tmp_path):
+    ok(run("migrate", source, f"flat:{tmp_path / 'f'}", "--sessions", "uneven"))
+    with flat.open(tmp_path / "f" / "uneven", "a") as session:
+        session.append(*tensors(20, 9))
+        session.commit()
+        expected = {s: session.read(*s, dtype="float32") for s in MODEL.streams()}
+    ok(run("migrate", tmp_path / "f", tmp_path / "b.kv"))
+    assert any(error.is_known for error in errors_of(tmp_path / "b.kv").values())
+    with kvstore.open(tmp_path / "b.kv") as archive:
+        assert archive.verify(decode=True).ok
+        session = archive.session("uneven")
+        for stream, x in expected.items():
+            np.testing.assert_array_equal(session.read(*stream, 700, dtype="float32"), x)
+
+
+@pytest.mark.parametrize("codec", ["kvr1", "ggml.q8_0", "raw"])
+def test_k_that_is_kept_after_rope_is_coded_anew(run, tmp_path, codec):
+    with flat.create(tmp_path / "post", MODEL, store_k="post") as session:
+        session.append(*tensors(150), start=30)
+        session.commit()
+        expected = session.read(0, "k", k_state="post", dtype="float32")
+    out, _ = ok(run("migrate", tmp_path / "post", tmp_path / "b.kv", "--codec", codec))
+    assert f"1 session coded anew with {codec};" in out
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["b.kv", "post"]
+    with kvstore.open(tmp_path / "b.kv") as archive:
+        assert archive.verify(decode=True).ok
+        session = archive.session("post")
+        found = session.read(0, "k", 30, k_state="post", dtype="float32")
+        np.testing.assert_allclose(found, expected, atol={"raw": 1e-5}.get(codec, 0.3))
+        info = session.info()
+        assert (info.k_state, info.n_recoded) == ("post", 1)
+        assert not info.error.is_known
+
+
+def test_sessions_of_one_name(run, source, tmp_path):
+    ok(run("migrate", source, f"flat:{tmp_path / 'f'}", "--sessions", "auto"))
+    shutil.copytree(tmp_path / "f" / "auto", tmp_path / "f" / "copy")
+    words = "'auto' and 'copy' are both session 'auto'", "one by one"
+    fails(run("migrate", tmp_path / "f", tmp_path / "b.kv"), *words)
+    ok(run("migrate", tmp_path / "f" / "copy", tmp_path / "b.kv"))
+    assert names_of(tmp_path / "b.kv") == ["auto"]
+    head, *lines = ok(run("ls", tmp_path / "f"))[0].splitlines()
+    assert head.split()[:2] == ["session", "folder"]
+    assert [line.split()[:2] for line in lines] == [["auto", "auto"], ["auto", "copy"]]
 
 
 def test_what_was_changed_is_noticed(run, source, tmp_path):
@@ -292,12 +366,12 @@ def test_what_flat_layers_cannot_hold_is_refused(run, tmp_path):
     with flat.open(tmp_path / "f" / "kvr1") as session:
         assert session.layer(0).scheme("v").name == "q4_0"
     fails(run("migrate", path, there), "exists already")
-    fails(run("migrate", tmp_path / "f", f"zarr2:{tmp_path / 'z'}"), "go to an archive first")
+    fails(run("migrate", tmp_path / "f", f"zarr2:{tmp_path / 'z'}"), "go by one")
     fails(run("migrate", "flat:nothing", tmp_path / "b.kv"), "no sessions of flat layers")
     with flat.create(tmp_path / "post", MODEL, store_k="post") as session:
         session.append(*tensors(5))
         session.commit()
-    fails(run("migrate", tmp_path / "post", tmp_path / "b.kv"), "keeps K after RoPE")
+    fails(run("migrate", tmp_path / "post", tmp_path / "b.kv"), "keeps K after RoPE", "--codec")
     assert not (tmp_path / "b.kv").exists()
     # From Python as well.
     for one, other in ((path, there), (tmp_path / "f", tmp_path / "b.kv"), (path, tmp_path / "f")):
@@ -349,6 +423,7 @@ def test_safetensors_there_and_back(run, tmp_path):
     with flat.open(tmp_path / "f" / "chat") as session:
         assert session.layer(0).scheme("k").name == "q8_0"
         expected = session.read(1, "v")
+    assert "1 session coded anew with ggml.q8_0;" in ok(run("migrate", file, f"{there}2"))[0]
     ok(run("migrate", there, tmp_path / "out.safetensors"))
     ok(run("pack", tmp_path / "out.safetensors", tmp_path / "b.kv", "--codec", "raw"))
     with kvstore.open(tmp_path / "b.kv") as archive:
@@ -357,10 +432,10 @@ def test_safetensors_there_and_back(run, tmp_path):
     fails(run("migrate", file, there), "exists already")
     fails(
         run("migrate", file, f"flat:{tmp_path / 'g'}", "--codec", "kvr1"),
-        *("coded with kvr1", "--codec ggml.q8_0"),
+        *(f"{file}: session 'chat'", "coded with kvr1", "--codec ggml.q8_0"),
     )
-    assert not list(tmp_path.glob(".*"))
-    assert not list(tmp_path.glob("*.partial"))
+    names = ["b.kv", "chat.safetensors", "f", "f2", "out.safetensors"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == names
 
 
 CHILD = """
@@ -400,3 +475,32 @@ def test_killed_in_the_middle(run, source, tmp_path, at):
     ok(run("migrate", there, tmp_path / "b.kv"))
     kvstore.migrate(source, tmp_path / "c.kv", sessions=names)
     assert stored(tmp_path / "b.kv") == stored(tmp_path / "c.kv")
+
+
+@pytest.mark.parametrize("way", ["out", "in"])
+def test_killed_on_the_way_to_another_codec(run, source, tmp_path, way):
+    sessions = ("--sessions", "auto", "front")
+    command = ["migrate", source, f"flat:{tmp_path / 'g'}", *sessions, "--codec", "ggml.q4_0"]
+    child = CHILD
+    if way == "in":
+        ok(run("migrate", source, f"flat:{tmp_path / 'f'}", *sessions))
+        command = ["migrate", tmp_path / "f", tmp_path / "g", "--codec", "kvr1"]
+        child = KILLED_MIGRATE
+    done = subprocess.run([sys.executable, "-P", "-c", child, "4", *command], check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert (tmp_path / "g.passing" / "passed.kv").exists()
+    fails(run(*command), "g.passing", "--resume")
+    out, _ = ok(run(*command, "--resume"))
+    assert "coded anew" in out
+    assert sorted(p.name for p in tmp_path.iterdir()) == (["f", "g"] if way == "in" else ["g"])
+    ok(run("verify", tmp_path / "g"))
+
+
+KILLED_MIGRATE = """
+import os, sys
+import kvstore
+from kvtools import cli
+
+kvstore.migrate = lambda *args, **options: os.kill(os.getpid(), 9)
+sys.exit(cli.main(sys.argv[2:]))
+"""

@@ -48,7 +48,8 @@ ADVICE = {
     ", or None": ", or none",
     "go on with resume=True": "go on with --resume",
     "resume=True passes over it": "--resume passes over it",
-    "open them with kvstore.flat.open": "kvstore ls, info, verify and migrate take them",
+    "open them with kvstore.flat.open": "kvstore ls, info, verify and migrate take them, migrate "
+    "also to and from NAME.safetensors",
     "use backup=False": "use --no-backup",
     "unpin or delete sessions, close appenders, or raise the quota": "make room with kvstore pin "
     "--off, kvstore rm or a larger kvstore quota, or end what is appending to sessions",

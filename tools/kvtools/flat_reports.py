@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvcodecs.errors import KvError
+from kvcodecs.errors import Corrupt, KvError, Truncated
 
 from kvstore import flat
 from kvtools.flat_sessions import FlatInfo, FlatStream, damaged_about, described
@@ -61,19 +61,20 @@ def ls(args: argparse.Namespace, folders: list[Path]) -> int:
         broken = [{"name": name, "error": str(error)} for name, error in damaged.items()]
         show_json(found + broken)
         return 1 if damaged else 0
-    dropped = any(info.start for info in infos)
+    # Copies have one name; mostly the folder says nothing else.
+    named = any(info.name != info.folder.absolute().name for info in infos)
     columns = (
-        *("session", "model", "layers", "tokens"),
-        *(("first token",) if dropped else ()),
-        *("scheme", "rows", "bits/value", "disk"),
+        *("session", *(("folder",) if named else ()), "model", "layers", "positions", "scheme"),
+        *(("rows", "K kept", "bits/value") if args.long else ()),
+        "disk",
     )
     rows = [
         (
-            *(info.name, info.model.name, str(info.model.n_layers), str(info.stop)),
-            *((str(info.start),) if dropped else ()),
+            *(info.name, *((info.folder.absolute().name,) if named else ())),
+            *(info.model.name, str(info.model.n_layers), _positions_text(info.start, info.stop)),
             _schemes_text(info),
-            _room_text(info),
-            number_text(info.bits_per_value, 3),
+            *((_room_text(info), _kept_text(info)) if args.long else ()),
+            *((number_text(info.bits_per_value, 3),) if args.long else ()),
             size_text(info.disk_bytes),
         )
         for info in infos
@@ -85,7 +86,9 @@ def ls(args: argparse.Namespace, folders: list[Path]) -> int:
 def verify(args: argparse.Namespace, folders: list[Path]) -> int:
     """Check everything; print one line per problem and exit with 1 if there is any."""
     if args.decode:
-        args.parser.error("--decode goes with archives: rows of any bytes decode")
+        args.parser.error(
+            "--decode goes with archives; of flat layers verify checks all rows without it"
+        )
     problems: list[KvError] = []
     n_layers = n_blocks = n_bytes = 0
     with progress("verify", quiet=args.quiet or args.json) as advance:
@@ -146,6 +149,7 @@ def _details(info: FlatInfo, *, layers: bool) -> dict[str, Any]:
         "file_bytes": info.file_bytes,
         "disk_bytes": info.disk_bytes,
         "has_token_ids": info.has_token_ids,
+        "max_error": info.error.max_error if info.error.is_known else None,
         "metadata": info.metadata,
         "identity": info.model.to_json(),
     }
@@ -172,7 +176,6 @@ def _stream_details(stream: FlatStream) -> dict[str, Any]:
 
 def _show_session(info: FlatInfo, *, layers: bool) -> None:
     model = info.model
-    dropped = f", those before {info.start} dropped" if info.start else ""
     pairs = [
         ("session", info.name),
         ("flat layers", str(info.folder)),
@@ -181,13 +184,14 @@ def _show_session(info: FlatInfo, *, layers: bool) -> None:
         ("rope", rope_text(model)),
         ("dtype", model.dtype or "float32"),
         *((name, str(value)) for name in IDENTITY if (value := getattr(model, name))),
-        ("tokens", f"{info.stop}{dropped}{', with ids' if info.has_token_ids else ''}"),
-        ("K kept", f"{'after' if info.store_k == 'post' else 'before'} RoPE ({info.store_k})"),
+        ("positions", _positions_text(info.start, info.stop) + _ids_text(info)),
+        ("K kept", _kept_text(info)),
         ("scheme", _schemes_text(info)),
         ("rows", _room_text(info)),
         ("bits/value", number_text(info.bits_per_value)),
         ("ratio", ratio_text(info.ratio_fp16)),
         ("size", f"{size_text(info.n_bytes)} of rows, {size_text(info.disk_bytes)} on the disk"),
+        ("max error", _error_text(info)),
     ]
     if info.metadata:
         pairs.append(("metadata", metadata_text(info.metadata)))
@@ -195,7 +199,7 @@ def _show_session(info: FlatInfo, *, layers: bool) -> None:
     if layers:
         print()
         columns = (
-            *("layer", "heads x dim", "scheme", "first token", "tokens", "capacity"),
+            *("layer", "heads x dim", "scheme", "positions", "capacity"),
             *("block", "bits/value", "row bytes"),
         )
         rows = [
@@ -203,7 +207,8 @@ def _show_session(info: FlatInfo, *, layers: bool) -> None:
                 f"{stream.layer} {stream.kind}",
                 f"{stream.heads} x {stream.head_dim}",
                 stream.scheme,
-                *map(str, (stream.start, stream.stop, stream.capacity, stream.block_rows)),
+                _positions_text(stream.start, stream.stop),
+                *map(str, (stream.capacity, stream.block_rows)),
                 number_text(stream.bits_per_value),
                 str(stream.row_bytes),
             )
@@ -217,6 +222,24 @@ def _schemes_text(info: FlatInfo) -> str:
     return k if v in ("", k) else f"k: {k}; v: {v}"
 
 
+def _positions_text(start: int, stop: int) -> str:
+    return f"[{start}, {stop})"
+
+
+def _ids_text(info: FlatInfo) -> str:
+    return ", with ids" if info.has_token_ids else ""
+
+
+def _kept_text(info: FlatInfo) -> str:
+    return f"{'after' if info.store_k == 'post' else 'before'} RoPE ({info.store_k})"
+
+
+def _error_text(info: FlatInfo) -> str:
+    if info.error.is_known:
+        return f"{number_text(info.error.max_error)}, as it was before the migration"
+    return "not known: it is not kept beside flat layers' rows"
+
+
 def _room_text(info: FlatInfo) -> str:
     n = info.stop - info.start
     if info.max_rows is not None:
@@ -226,6 +249,7 @@ def _room_text(info: FlatInfo) -> str:
 
 def _show_damaged(damaged: Mapping[str, KvError]) -> int:
     for name, error in damaged.items():
-        text = f"kvstore: damaged session {name!r}: {error}"
+        what = "damaged" if isinstance(error, Corrupt | Truncated) else "unreadable"
+        text = f"kvstore: {what} session {name!r}: {error}"
         print(plain(" ".join(text.split())), file=sys.stderr)
     return 1 if damaged else 0

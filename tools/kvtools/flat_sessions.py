@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvcodecs.errors import KvError, NotFound
+from kvcodecs.errors import InvalidArgument, KvError, NotFound
+from kvcodecs.frame import ErrorStats
 from kvcodecs.spec import KState
 
 from kvstore import Model, flat
 from kvstore.place import FLAT_PREFIX, flat_folders
-from kvtools.formats.flat_import import FlatSource
+from kvtools.formats.flat_import import FlatSource, folders_in
 
+LAYER_SUFFIX = ".kvf"
 _FP16_BITS = 16
 _SECTOR = 512
 
@@ -63,7 +66,7 @@ class FlatInfo:
         Of one token, all layers.
     file_bytes, disk_bytes
         Of its files: their lengths, and what they take on the disk.
-    has_token_ids, metadata
+    has_token_ids, error, metadata
         As ``session.json`` says, where a migration left one.
     """
 
@@ -79,6 +82,7 @@ class FlatInfo:
     file_bytes: int
     disk_bytes: int
     has_token_ids: bool
+    error: ErrorStats
     metadata: Mapping[str, Any]
     streams: tuple[FlatStream, ...]
 
@@ -109,11 +113,20 @@ def flat_sessions(text: str) -> list[Path] | None:
     ------
     NotFound
         ``flat:`` and a folder that has none.
+    InvalidArgument
+        One layer's file.
     """
-    found = flat_folders(text.removeprefix(FLAT_PREFIX))
-    if not found and text.startswith(FLAT_PREFIX):
-        raise NotFound(f"{text}: no sessions of flat layers")
-    return found or None
+    check_no_layer(text)
+    if text.startswith(FLAT_PREFIX):
+        return folders_in(text.removeprefix(FLAT_PREFIX))
+    return flat_folders(text) or None
+
+
+def check_no_layer(text: str) -> None:
+    """Raise `InvalidArgument` for the file of one layer."""
+    path = text.removeprefix(FLAT_PREFIX)
+    if path.endswith(LAYER_SUFFIX) and os.path.isfile(path):
+        raise InvalidArgument(f"{text}: one layer's file; give the folder of its session")
 
 
 def described(
@@ -133,6 +146,9 @@ def described(
             infos.append(describe(folder))
         except KvError as error:
             damaged[folder.absolute().name] = error
+        except OSError as error:
+            why = f"{error.filename or folder}: {error.strerror}"
+            damaged[folder.absolute().name] = InvalidArgument(why)
     if wanted is not None:
         infos = [info for info in infos if info.name == wanted]
         damaged = {name: error for name, error in damaged.items() if name == wanted}
@@ -165,7 +181,7 @@ def describe(folder: Path) -> FlatInfo:
             for kind in layer.header.kinds
         )
         limits = [layer.header.max_rows for layer in session.layers]
-        is_same = known is not None and (known.first, known.n_tokens) == (start, stop)
+        is_same = source.is_about(session)
         return FlatInfo(
             name=source.name,
             folder=folder,
@@ -179,6 +195,7 @@ def describe(folder: Path) -> FlatInfo:
             file_bytes=sum(stat.st_size for stat in stats),
             disk_bytes=sum(stat.st_blocks * _SECTOR for stat in stats),
             has_token_ids=is_same and known is not None and known.has_ids,
+            error=source.error() if is_same else ErrorStats.unknown(),
             metadata={} if known is None else dict(known.metadata),
             streams=streams,
         )

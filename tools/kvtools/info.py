@@ -196,7 +196,7 @@ def _stream_details(info: SessionInfo, stream: StreamInfo, window: int | None) -
 
 def _show_session(info: SessionInfo, *, layers: bool) -> None:
     model = info.model
-    error = info.error
+    error, bound = info.error, ", a bound" if info.n_recoded else ""
     pairs = [
         ("session", info.name),
         ("model", f"{model.name} {model.revision}".strip()),
@@ -215,8 +215,8 @@ def _show_session(info: SessionInfo, *, layers: bool) -> None:
             if info.shared_bytes
             else ()
         ),
-        ("max error", f"{number_text(error.max_error)}, {_bound_text(info)}"),
-        ("RMS error", f"{number_text(error.rms)}{', a bound' if info.n_recoded else ''}"),
+        ("max error", _error_text(info)),
+        *((("RMS error", number_text(error.rms) + bound),) if error.is_known else ()),
         ("created", date_text(info.created)),
         ("committed", date_text(info.updated)),
         *((("pinned", "yes"),) if info.pinned else ()),
@@ -293,6 +293,12 @@ def _error_over_bound(info: SessionInfo) -> float | None:
         if (bound := _bound(info, stream)) and stream.error.is_known
     ]
     return max(ratios, default=None)
+
+
+def _error_text(info: SessionInfo) -> str:
+    if info.error.is_known:
+        return f"{number_text(info.error.max_error)}, {_bound_text(info)}"
+    return "not known: some rows came from where it is not kept, such as flat layers"
 
 
 def _bound_text(info: SessionInfo) -> str:

@@ -1,12 +1,13 @@
 """`kvstore migrate` from and to safetensors files: `pack` and `unpack`, of one session.
 
-Where the other end is no archive either, the session passes through one in a temporary folder.
+Where the other end is no archive either, the session passes through one beside the target.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,12 @@ from kvcodecs.errors import InvalidArgument
 import kvstore
 from kvstore.catalog import listed_names
 from kvstore.migration.plan import chosen_names
-from kvtools.codec_options import CODEC_OPTIONS, other_codecs
-from kvtools.formats.foreign import export, free_folder, passing, take_in
+from kvtools.codec_options import CODEC_OPTIONS, codec_configs, other_codecs
+from kvtools.formats.foreign import export, free_folder, take_in
+from kvtools.formats.passing import passing
 from kvtools.formats.registry import Format
 from kvtools.migrated import show_migrated
-from kvtools.terminal import progress
+from kvtools.terminal import note, progress
 
 
 def pack_file(args: argparse.Namespace, target: Format | None) -> int:
@@ -31,15 +33,17 @@ def pack_file(args: argparse.Namespace, target: Format | None) -> int:
         return _delegate(
             args, ["pack", args.source, args.target, *name], codec=args.codec or "kvr1"
         )
-    with passing(free_folder(args.target, target)) as folder:
-        passed = str(folder / "passed.kv")
-        silent = {"codec": args.codec or target.codec, "json": False, "quiet": True}
-        code = _delegate(args, ["pack", args.source, passed, *name], **silent)
+    args.codec = args.codec or target.codec
+    folder = free_folder(args.target, target)
+    with passing(folder, args.source, resume=args.resume) as passed:
+        shutil.rmtree(passed, ignore_errors=True)  # packing begins anew
+        silent = {"codec": args.codec, "json": False, "quiet": True}
+        code = _delegate(args, ["pack", args.source, str(passed), *name], **silent)
         if code:
             return code
         with progress("migrate", quiet=args.quiet or args.json, rate=True) as advance:
             done = export(
-                passed,
+                str(passed),
                 args.target,
                 target,
                 sessions=None,
@@ -50,7 +54,7 @@ def pack_file(args: argparse.Namespace, target: Format | None) -> int:
                 progress=advance,
             )
     done.moved, done.recoded = [], done.moved
-    show_migrated(args, done)
+    show_migrated(args, done, codec_configs(args))
     return 0
 
 
@@ -60,21 +64,25 @@ def unpack_file(args: argparse.Namespace, source: Format | None) -> int:
         args.parser.error("--codec does not go with a safetensors file, which is not coded")
     if source is None:
         return _unpack(args, args.source, args.sessions)
-    with passing(Path(args.target)) as folder:
-        passed = str(folder / "passed.kv")
+    with passing(Path(args.target), args.source, resume=args.resume) as passed:
+        shutil.rmtree(passed, ignore_errors=True)
+        left_out: list[str] = []
         with progress("migrate", quiet=args.quiet or args.json) as advance:
             take_in(
                 args.source,
-                passed,
+                str(passed),
                 source,
                 sessions=args.sessions,
                 codec=None,
-                resume=False,
+                resume=args.resume,
                 verify=args.verify,
                 workers=args.workers,
                 progress=advance,
+                say=left_out.append,
             )
-        return _unpack(args, passed, None)
+        for text in left_out:
+            note(text, quiet=args.quiet)
+        return _unpack(args, str(passed), None)
 
 
 def _unpack(args: argparse.Namespace, archive: str, sessions: list[str] | None) -> int:

@@ -33,7 +33,12 @@ def _add_migrate(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="names, or patterns with *, ? and [...], quoted (default: all)",
     )
-    add_codec(parser, default=None)
+    add_codec(
+        parser,
+        default=None,
+        otherwise="each session keeps its own; those of a safetensors file are coded with kvr1, "
+        "to flat: with ggml.q8_0, to .tkvdir with tkv1",
+    )
     parser.add_argument(
         "--workers",
         type=up_to(MAX_WORKERS),
@@ -43,8 +48,9 @@ def _add_migrate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="go on where a migration was killed, which DST.partial keeps; pass over sessions that "
-        "DST has already",
+        help="go on where a migration was killed, which DST.partial keeps (on the way to another "
+        "codec and format DST.passing as well); pass over sessions that DST, an archive, has "
+        "already",
     )
     parser.add_argument(
         "--verify",

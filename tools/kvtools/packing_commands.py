@@ -27,11 +27,16 @@ SCHEMES = (
 
 
 def add_codec(
-    parser: argparse.ArgumentParser, default: str | None = "kvr1", *, kinds: bool = True
+    parser: argparse.ArgumentParser,
+    default: str | None = "kvr1",
+    *,
+    otherwise: str = "",
+    kinds: bool = True,
 ) -> argparse._ArgumentGroup:
-    """Add the options that `kvtools.codec_options` reads; `default` None: the one there is.
+    """Add the options that `kvtools.codec_options` reads.
 
-    Without `kinds`, K and V have the same codec.
+    Without a `default`, `otherwise` says what happens. Without `kinds`, K and V have the same
+    codec.
     """
     codec = parser.add_argument_group("codec")
     codec.add_argument(
@@ -42,7 +47,7 @@ def add_codec(
         help="kvr1: frozen tables; tkv1: adapts to each block, several times slower, smaller where "
         "the spread of a channel changes from token to token or where a few values lie far beyond "
         "all others; raw: bit exact; ggml.SCHEME: a fixed rate, no step and no bound, with SCHEME "
-        f"one of {SCHEMES} (default: {default or 'each session keeps its own'})",
+        f"one of {SCHEMES} (default: {default or otherwise})",
     )
     if kinds:
         for kind in ("k", "v"):

@@ -1,37 +1,43 @@
 """Sessions of flat layers into an archive; see `flat_export`.
 
 Rows are copied into frames. What `write_session` wrote comes back as it was, owner and errors
-included, as long as its rows are the same. A session that has grown or was cut since then keeps its
-name and metadata, but not its token ids; one without ``session.json`` is called what its folder is.
-Errors of their rows nobody knows.
+included, as long as its rows are the same. A session that has grown since then keeps the errors of
+its old blocks; grown or cut, it keeps name and metadata, but not its token ids, which an archive
+has for all tokens or for none. One without ``session.json`` is called what its folder is. K that is
+kept after RoPE comes as raw values, to be coded anew.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
-from dataclasses import replace
-from hashlib import blake2b
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from kvcodecs.errors import Corrupt, InvalidArgument, NotFound
-from kvcodecs.frame import extend_crc32c, header_tag, open_frame, pack_frame, seal_record
-from kvcodecs.ggml import GGML
+from kvcodecs.codec import BlockCodec, codec_by_number
+from kvcodecs.errors import Corrupt, NotFound
+from kvcodecs.frame import (
+    ErrorStats,
+    extend_crc32c,
+    header_tag,
+    open_frame,
+    pack_frame,
+    seal_record,
+)
 from kvcodecs.ggml.codec import CODEC, GGMLParams
-from kvcodecs.spec import Kind
+from kvcodecs.raw import Raw
+from kvcodecs.rope import to_coded
 
 import kvstore
-from kvstore import Model, flat, keys
+from kvstore import flat, keys
 from kvstore.flat.file import Bytes
-from kvstore.flat.folder import read_session
-from kvstore.layout import new_layout
-from kvstore.metadata import canonical_json
 from kvstore.migration.needed import make_item
-from kvstore.place import FLAT_PREFIX, FLAT_SIGN, flat_folders
+from kvstore.place import FLAT_PREFIX, flat_folders
 from kvstore.records import HEADER_MAGIC
-from kvstore.session_record import SessionRecord, StreamName, StreamState
-from kvtools.formats.flat_export import FORMAT, FRONT_SUFFIX
+from kvstore.session_record import SessionRecord, StreamName
+from kvtools.formats.flat_export import FORMAT, FRONT_SUFFIX, checksum
+from kvtools.formats.flat_record import check_schemes, is_rotated, new_record
 from kvtools.formats.importing import Incoming
 from kvtools.formats.session_folder import (
     IDS_FILE,
@@ -42,9 +48,7 @@ from kvtools.formats.session_folder import (
     read_sidecar,
     unpack_errors,
 )
-from kvtools.formats.stream_copy import first_id, stream_file
-
-_PERSON = b"kvs flat"
+from kvtools.formats.stream_copy import first_id, raw_payload, stream_file
 
 
 class FlatSource:
@@ -54,21 +58,37 @@ class FlatSource:
         self.folder = folder
         self.sidecar = read_about(folder)
         self.name = folder.absolute().name if self.sidecar is None else self.sidecar.name
-        #: Whether rows and token ids are those that `session.json` is about.
-        self._is_same = False
+        #: Errors in `session.json` are those of tokens before this position.
+        self._known_stop = 0
         self._record: SessionRecord | None = None
 
     def incoming(self, archive: kvstore.Archive) -> Incoming:
         """Return the session as it will be in an archive."""
         with flat.open(self.folder) as session:
             record = self._record = self._find_record(session)
-            model = session.model
+            model, is_post = session.model, is_rotated(session)
+            left_out = self._left_out(session)
         ids = None
         if record.has_ids:
             ids = read_ids_file(self.folder / IDS_FILE, record.n_tokens - first_id(record))
         where = f"{archive.path}: session {self.name!r}"
         item = make_item(self.name, record.pack(self.name), record, model, where)
-        return Incoming(archive, item, ids)
+        why = f"{self.folder}: keeps K after RoPE, archives keep it before" if is_post else ""
+        return Incoming(archive, item, ids, only_anew=why, left_out=left_out)
+
+    def is_about(self, session: flat.FlatSession) -> bool:
+        """Whether ``session.json`` is about the tokens that there are."""
+        known = None if self.sidecar is None else self.sidecar.record
+        return known is not None and (known.first, known.n_tokens) == (session.start, session.stop)
+
+    def error(self) -> ErrorStats:
+        """Return the error of all rows that ``session.json`` is about."""
+        merged = ErrorStats.none()
+        if self.sidecar is not None:
+            for stream in self.sidecar.record.streams:
+                for error in self._errors(stream, self.sidecar.record.n_tokens):
+                    merged = merged.merge(error)
+        return merged
 
     def values(self) -> Iterator[tuple[bytes, bytes]]:
         """Yield headers and frames; see `TkvSession.values`."""
@@ -79,18 +99,63 @@ class FlatSource:
 
     def _find_record(self, session: flat.FlatSession) -> SessionRecord:
         """Return the record that the session is to have."""
-        _check(session, self.folder)
-        sidecar, number = self.sidecar, read_session(self.folder)[1]
+        check_schemes(session, self.folder)
+        sidecar, is_post = self.sidecar, is_rotated(session)
         if sidecar is not None and sidecar.model != session.model:
             raise Corrupt(
                 f"{self.folder / SESSION_FILE}: of another model than the layers; remove it"
             )
-        if sidecar is not None:
-            known = sidecar.record
-            self._is_same = (known.first, known.n_tokens) == (session.start, session.stop)
-            if self._is_same:
-                return known
-        return _new_record(session, self.folder, self.name, number, sidecar)
+        grown = False
+        if sidecar is not None and not is_post:
+            grown = self._has_grown(session, sidecar)
+            if grown or self.is_about(session):
+                self._known_stop = sidecar.record.n_tokens
+            if self.is_about(session):
+                return sidecar.record
+        return new_record(session, self.folder, self.name, sidecar, grown=grown)
+
+    def _has_grown(self, session: flat.FlatSession, known: Sidecar) -> bool:
+        """Whether all rows are there that ``session.json`` is about, and more."""
+        first, stop = known.record.first, known.record.n_tokens
+        if not (first == session.start and first < stop < session.stop):
+            return False
+        return all(
+            checksum(session, stream, stop) == known.streams[stream_file(*stream)]["crc32c"]
+            for stream in session.model.streams()
+        )
+
+    def _left_out(self, session: flat.FlatSession) -> list[str]:
+        """Return what does not come along, and why."""
+        texts = []
+        known = None if self.sidecar is None else self.sidecar.record
+        if known is not None and not self.is_about(session):
+            what = "errors of new rows" if self._known_stop else "errors"
+            texts.append(
+                f"{'token ids and ' if known.has_ids else ''}{what} are left out: it was migrated "
+                f"to flat layers with tokens [{known.first}, {known.n_tokens}), and has "
+                f"[{session.start}, {session.stop}) now"
+            )
+        limits = [n for x in session.layers if (n := x.header.max_rows) is not None]
+        if limits:
+            texts.append(f"max_rows={min(limits)} is left out: archives have no rings")
+        return [f"session {self.name!r}: {text}" for text in texts]
+
+    def _errors(self, stream: StreamName, n_tokens: int) -> Iterator[ErrorStats]:
+        """Yield the errors in ``session.json`` of the blocks that are as they were."""
+        if self.sidecar is None:
+            return
+        record, name = self.sidecar.record, stream_file(*stream)
+        state = record.streams[stream]
+        n_known = max(record.n_tokens - state.start, 0)
+        n_blocks = -(-n_known // state.block_tokens)
+        found = unpack_errors(
+            self.sidecar.streams[name].get("errors"), n_blocks, f"{self.folder} {name}"
+        )
+        is_same = n_tokens == record.n_tokens
+        for _, error in zip(
+            range(n_blocks if is_same else n_known // state.block_tokens), found, strict=False
+        ):
+            yield error
 
     def _stream(
         self, session: flat.FlatSession, record: SessionRecord, stream: StreamName
@@ -99,47 +164,64 @@ class FlatSource:
         state, name = record.streams[stream], stream_file(layer, kind)
         if not state.has_header:
             return
-        about: dict[str, Any] = {}
-        if self._is_same and self.sidecar is not None:
-            about = self.sidecar.streams[name]
-        header = CODEC.pack(
-            GGMLParams(session.model.stream(layer, kind), session.layer(layer).scheme(kind))
-        )
+        codec, header = self._coding(session, record, stream)
         front = self._front(record, stream)
         size, n_all, crc = state.block_tokens, max(record.n_tokens - state.start, 0), 0
-        errors = unpack_errors(about.get("errors"), -(-n_all // size), f"{self.folder} {name}")
-        for block, error in enumerate(errors):
+        errors = self._errors(stream, record.n_tokens) if self._known_stop else iter(())
+        for block in range(-(-n_all // size)):
             first = state.start + block * size
             stop = min(first + size, record.n_tokens)
             at = max(first, record.first)
-            rows = session.layer(layer).stored_rows(kind, min(at, stop), stop)
-            crc = extend_crc32c(crc, rows.reshape(-1))
-            if at > first:
-                if len(front) != at - first:
-                    raise Corrupt(f"{self.folder / name}{FRONT_SUFFIX}: {len(front)} rows")
-                rows = np.concatenate([front, rows])
+            payload: Bytes | bytes
+            if codec is CODEC:
+                rows = session.layer(layer).stored_rows(kind, min(at, stop), stop)
+                crc = extend_crc32c(crc, rows.reshape(-1))
+                if at > first:
+                    if len(front) != at - first:
+                        raise Corrupt(f"{self.folder / name}{FRONT_SUFFIX}: {len(front)} rows")
+                    rows = np.concatenate([front, rows])
+                payload = rows.reshape(-1)
+            else:
+                payload = _raw(session, layer, first, stop)
             frame = pack_frame(
-                codec=CODEC.number,
+                codec=codec.number,
                 kind=kind,
                 owner=record.owner,
                 layer=layer,
                 first_token=first,
                 n_tokens=stop - first,
-                payload=rows.reshape(-1),
+                payload=payload,
                 header_tag=header_tag(header),
-                error=error,
+                error=next(errors, ErrorStats.unknown()),
             )
             sealed = keys.frame_key(record.owner, layer, kind, block)
             tail = keys.stream_key(keys.TAIL, record.owner, layer, kind)
             yield (sealed if stop - first == size else tail), frame
-        if about.get("crc32c", f"{crc:08x}") != f"{crc:08x}":
+        self._check_same(record, stream, f"{crc:08x}")
+        key = keys.stream_key(keys.HEADER, record.owner, layer, kind)
+        yield key, seal_record(HEADER_MAGIC, bytes([codec.number]) + header)
+
+    def _coding(
+        self, session: flat.FlatSession, record: SessionRecord, stream: StreamName
+    ) -> tuple[BlockCodec, bytes]:
+        layer, kind = stream
+        spec, config = session.model.stream(layer, kind), record.codecs[kind]
+        if isinstance(config, Raw):
+            codec = codec_by_number(0)
+            return codec, codec.pack(codec.fit(config, spec, lambda: ()))
+        return CODEC, CODEC.pack(GGMLParams(spec, session.layer(layer).scheme(kind)))
+
+    def _check_same(self, record: SessionRecord, stream: StreamName, crc: str) -> None:
+        """Raise `Corrupt` for other rows than ``session.json`` is about."""
+        if self.sidecar is None or self._known_stop != record.n_tokens:
+            return
+        layer, kind = stream
+        if self.sidecar.streams[stream_file(layer, kind)].get("crc32c", crc) != crc:
             raise Corrupt(
                 f"{self.folder}: rows of layer {layer} {kind} are not those that were written; "
                 f"delete {self.folder / SESSION_FILE} to take them as they are, as a session "
                 "without token ids"
             )
-        key = keys.stream_key(keys.HEADER, record.owner, layer, kind)
-        yield key, seal_record(HEADER_MAGIC, bytes([CODEC.number]) + header)
 
     def _front(self, record: SessionRecord, stream: StreamName) -> Bytes:
         """Return the rows of a stream before the first token; none where it begins a block."""
@@ -153,7 +235,8 @@ class FlatSource:
         except FileNotFoundError:
             raise NotFound(f"{path}: not there") from None
         found = head.owner, head.layer, head.kind, head.first_token, head.n_tokens
-        if found != (record.owner, layer, kind, state.start, n):
+        owner = record.owner if self.sidecar is None else self.sidecar.record.owner
+        if found != (owner, layer, kind, state.start, n):
             raise Corrupt(f"{path}: the first rows of another stream")
         return np.frombuffer(payload, np.uint8).reshape(n, -1)
 
@@ -166,68 +249,21 @@ def read_about(folder: Path) -> Sidecar | None:
 
 def sessions(folder: str) -> list[FlatSource]:
     """Return the sessions that are in a folder, or that are the folder."""
+    return [FlatSource(path) for path in folders_in(folder)]
+
+
+def folders_in(folder: str) -> list[Path]:
+    """Return the folders of sessions; `NotFound` if there are none."""
     found = flat_folders(folder)
     if not found:
+        with suppress(FileNotFoundError, NotADirectoryError):
+            os.listdir(folder)  # one that nobody may read says so
         raise NotFound(f"{FLAT_PREFIX}{folder}: no sessions of flat layers")
-    return [FlatSource(path) for path in found]
+    return found
 
 
-def _check(session: flat.FlatSession, folder: Path) -> None:
-    """Raise `InvalidArgument` if its rows are not those of an archive's frames."""
-    for index, layer in enumerate(session.layers):
-        if layer.k_state == "post" and layer.spec("k").rope is not None:
-            raise InvalidArgument(
-                f"{folder}: layer {index} keeps K after RoPE, archives keep it before; read it "
-                "with kvstore.flat, and append it to a session of an archive"
-            )
-        for kind in layer.header.kinds:
-            first = next(x for x in session.layers if kind in x.header.kinds)
-            if layer.scheme(kind) != first.scheme(kind):
-                raise InvalidArgument(f"{folder}: layers with different schemes of {kind}")
-
-
-def _new_record(
-    session: flat.FlatSession, folder: Path, name: str, number: int, known: Sidecar | None
-) -> SessionRecord:
-    """Return a record of the rows that there are; the same whenever they are."""
-    start, stop = session.start, session.stop
-    model: Model = session.model
-    identity = canonical_json({"name": name, "session": number, "start": start, "stop": stop})
-    digest = blake2b(identity, digest_size=8, person=_PERSON).digest()
-    owner = int.from_bytes(digest, "big") or 1
-    updated = int(max(path.stat().st_mtime for path in folder.glob("layer-*.kvf")))
-    if known is None:
-        schemes = _schemes(session)
-        record = SessionRecord(
-            id=owner,
-            owner=owner,
-            model=model.digest,
-            n_tokens=0,
-            codecs=schemes,
-            fit_tokens=128,
-            streams=new_layout(model, schemes, "auto", True, str(folder)),
-            created=int((folder / FLAT_SIGN).stat().st_mtime),
-        )
-    else:
-        record = known.record
-    return replace(
-        record,
-        id=owner,
-        owner=owner,
-        n_tokens=stop,
-        first=start,
-        streams={
-            stream: StreamState(state.block_tokens, start, has_header=True)
-            for stream, state in record.streams.items()
-        },
-        n_faithful=None,
-        has_ids=False,
-        finished=False,
-        updated=updated,
-    )
-
-
-def _schemes(session: flat.FlatSession) -> dict[Kind, GGML]:
-    k = session.layers[0].scheme("k").name
-    v = next((x.scheme("v").name for x in session.layers if x.header.v is not None), k)
-    return {"k": GGML(k), "v": GGML(v)}
+def _raw(session: flat.FlatSession, layer: int, start: int, stop: int) -> bytes:
+    """Return the payload of a raw frame of K that is kept after RoPE."""
+    k, _ = session.layer(layer).read_rows(start, stop, kinds=("k",), k_state="pre")
+    spec = session.model.stream(layer, "k")
+    return raw_payload(to_coded(np.asarray(k), spec), spec, "float32")

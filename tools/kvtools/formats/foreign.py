@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import math
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Protocol
 
@@ -28,6 +27,7 @@ from kvstore.migration.work import Meter, Migrated
 from kvstore.pieces import count_frames
 from kvstore.place import PARTIAL_SUFFIX, Place
 from kvtools.formats.importing import Incoming, target_archive, tidied
+from kvtools.formats.passing import passing
 from kvtools.formats.registry import Format
 from kvtools.formats.session_folder import SESSION_FILE, ZARR2_FILE, folder_name
 
@@ -44,6 +44,7 @@ class Found(Protocol):
     """A session that has been found in a folder."""
 
     name: str
+    folder: Path
 
     def incoming(self, archive: kvstore.Archive) -> Incoming: ...
     def values(self) -> Iterator[tuple[bytes, bytes]]: ...
@@ -75,17 +76,19 @@ def export(
     with ExitStack() as stack:
         done = Migrated(verified=verify)
         if codec is not None:
-            passed = stack.enter_context(passing(folder)) / "passed.kv"
+            passed = stack.enter_context(passing(folder, source, resume=resume))
             through = kvstore.migrate(
                 source,
                 passed,
                 sessions=sessions,
                 codec=codec,
                 workers=workers,
+                resume=resume,
                 verify=verify,
                 with_ranges=True,
             )
-            done.recoded, done.flattened = through.recoded, through.flattened
+            done.recoded = through.recoded + through.skipped
+            done.flattened = through.flattened
             source, sessions = str(passed), None
         archive = stack.enter_context(kvstore.open(source, snapshot_seconds=math.inf))
         plan = Plan(archive, stack.enter_context(archive._read()), sessions, None)
@@ -103,7 +106,10 @@ def free_folder(target: str, format: Format) -> Path:
     if place.folder is None:
         raise InvalidArgument(f"{target}: not a folder")
     if place.holds({}) != "nothing":
-        raise InvalidArgument(f"{target}: exists already; give another name, or remove it")
+        raise InvalidArgument(
+            f"{target}: exists already, and sessions come into a new folder only; give another "
+            "name, or remove it"
+        )
     return place.folder
 
 
@@ -115,6 +121,7 @@ def _export_all(plan: Plan, partial: Path, format: Format, done: Migrated, meter
         folder = partial / folder_name(name)
         if any((folder / last).exists() for last in (SESSION_FILE, ZARR2_FILE)):
             done.skipped.append(name)
+            done.recoded = [x for x in done.recoded if x != name]
             meter.add(count_frames(item.record), 0)
             continue
         shutil.rmtree(folder, ignore_errors=True)
@@ -128,13 +135,6 @@ def _export_all(plan: Plan, partial: Path, format: Format, done: Migrated, meter
     meter.finish()
 
 
-@contextmanager
-def passing(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder beside another one."""
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as name:
-        yield Path(name)
-
-
 def take_in(
     source: str,
     target: str,
@@ -146,25 +146,41 @@ def take_in(
     verify: bool,
     workers: int | None,
     progress: Callable[[int, int], None],
+    say: Callable[[str], None],
 ) -> Migrated:
-    """Store sessions of a folder in an archive."""
+    """Store sessions of a folder in an archive.
+
+    Parameters
+    ----------
+    say
+        Called with what does not come along, and why.
+    """
     started = time.perf_counter()
     found: list[Found] = format.importing.sessions(format.folder(source))
-    by_name = {session.name: session for session in found}
-    if len(by_name) < len(found):
-        raise InvalidArgument(f"{source}: two sessions have the same name")
+    by_name: dict[str, Found] = {}
+    for session in found:
+        other = by_name.setdefault(session.name, session)
+        if other is not session:
+            raise InvalidArgument(
+                f"{source}: {other.folder.name!r} and {session.folder.name!r} are both session "
+                f"{session.name!r}; migrate these folders one by one, to different archives"
+            )
     names = chosen_names(sorted(by_name, key=str.encode), sessions, source)
     done = Migrated(verified=verify)
     with ExitStack() as stack:
-        into, goes_on = target, resume
+        into = target
         if codec is not None:
-            folder = Place.of(target).folder
-            parent = Path(tempfile.gettempdir()) / "kvstore" if folder is None else folder
-            into, goes_on = str(stack.enter_context(passing(parent)) / "passed.kv"), False
-        with target_archive(into, resume=goes_on) as archive:
+            place = passing(Place.of(target).folder, source, resume=resume)
+            into = str(stack.enter_context(place))
+        with target_archive(into, resume=resume) as archive:
             for i, name in enumerate(names):
                 incoming = by_name[name].incoming(archive)
-                if name in archive and goes_on and _is_there(archive, incoming):
+                if incoming.only_anew and codec is None:
+                    advice = "coded anew it fits: --codec kvr1, or another one"
+                    raise InvalidArgument(f"{incoming.only_anew}; {advice}")
+                for text in incoming.left_out:
+                    say(text)
+                if name in archive and resume and _is_there(archive, incoming):
                     done.skipped.append(name)
                 else:
                     incoming.store(by_name[name].values(), verify=verify)

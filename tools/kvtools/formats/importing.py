@@ -71,11 +71,17 @@ class Incoming:
         What it will be; its values are keys and bytes.
     ids
         Token ids from the first chunk that was not trimmed on.
+    only_anew
+        Why it can only be coded anew; empty where it need not be.
+    left_out
+        What of it does not come along, and why.
     """
 
     archive: kvstore.Archive
     item: Item
     ids: Ids | None
+    only_anew: str = ""
+    left_out: list[str] = field(default_factory=list)
     n_bytes: int = 0
     _values: list[tuple[bytes, bytes]] = field(default_factory=list)
     _n_waiting: int = 0
