@@ -180,6 +180,14 @@ class OpenLayer:
         size = self.header.block_rows
         return self._floor(state, start) + max(_PIECE_ROWS // size, 1) * size
 
+    def _positions(self, start: object, stop: object) -> tuple[int, int]:
+        """Return what was given as positions, where it is integers."""
+        lo, hi = -MAX_POSITION, MAX_POSITION
+        return (
+            check_whole(start, f"{self._file.where}: start", lo, hi),
+            check_whole(stop, f"{self._file.where}: stop", lo, hi),
+        )
+
     def _check_range(self, state: State, start: int, stop: int) -> None:
         what = f"{self._file.where}: rows [{start}, {stop})"
         if not 0 <= start <= stop:
@@ -191,11 +199,19 @@ class OpenLayer:
 
     def _consistent(self, start: int, stop: int, read: Callable[[State, int, int], _T]) -> _T:
         """Read rows that nobody drops or takes back meanwhile."""
-        start = check_whole(start, f"{self._file.where}: start", -MAX_POSITION, MAX_POSITION)
-        stop = check_whole(stop, f"{self._file.where}: stop", -MAX_POSITION, MAX_POSITION)
+        wanted = self._positions(start, stop)
+        return self._consistent_of(lambda _: wanted, read)
+
+    def _consistent_of(
+        self,
+        wanted: Callable[[State], tuple[int, int]],
+        read: Callable[[State, int, int], _T],
+    ) -> _T:
+        """Read the rows that are `wanted` of those there are at that moment."""
         with self._lock:
             while True:
                 state = self._now()
+                start, stop = wanted(state)
                 self._check_range(state, start, stop)
                 damage: Corrupt | None = None
                 try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -52,34 +52,68 @@ class StoredLayer(OpenLayer):
         Truncated, Corrupt
             The file was cut, or a block is damaged.
         """
+        wanted = self._positions(start, stop)
+        return self._decoded(lambda _: wanted, kinds, k_state, dtype, n_threads)
 
+    def read_window(
+        self,
+        n_rows: int,
+        *,
+        kinds: Sequence[Kind] = KINDS,
+        k_state: KState | None = None,
+        dtype: str | np.dtype[Any] | type = "float32",
+        n_threads: int | None = None,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return the last `n_rows`, or all there are if they are fewer; see `read_rows`."""
+        n = check_whole(n_rows, f"{self._file.where}: window", 0, MAX_POSITION)
+
+        def last(state: State) -> tuple[int, int]:
+            return max(state.start, state.end - n), state.end
+
+        return self._decoded(last, kinds, k_state, dtype, n_threads)
+
+    def read_all(
+        self,
+        *,
+        kinds: Sequence[Kind] = KINDS,
+        k_state: KState | None = None,
+        dtype: str | np.dtype[Any] | type = "float32",
+        n_threads: int | None = None,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return all rows; see `read_rows`."""
+        return self._decoded(lambda at: (at.start, at.end), kinds, k_state, dtype, n_threads)
+
+    def _decoded(
+        self,
+        wanted: Callable[[State], tuple[int, int]],
+        kinds: Iterable[Kind],
+        k_state: KState | None,
+        dtype: str | np.dtype[Any] | type,
+        n_threads: int | None,
+    ) -> tuple[Tensor | None, Tensor | None]:
         n_threads = check_threads(n_threads)
-        for kind in kinds:
-            if kind not in KINDS:
-                raise InvalidArgument(f"{self._file.where}: kind {kind!r}, expected 'k' or 'v'")
+        chosen = self._kinds(kinds)
 
         def read(state: State, lo: int, hi: int) -> tuple[Tensor | None, Tensor | None]:
             found: dict[Kind, Tensor] = {}
-            for kind in self.header.kinds:
-                if kind in kinds:
-                    parts, first = self._checked(kind, state, lo, hi, n_threads), state.origin + lo
-                    found[kind] = self._coder.decode(
-                        kind, parts, first, k_state, dtype, n_threads, self._file.where
-                    )
+            for kind in chosen:
+                parts, first = self._checked(kind, state, lo, hi, n_threads), state.origin + lo
+                found[kind] = self._coder.decode(
+                    kind, parts, first, k_state, dtype, n_threads, self._file.where
+                )
             return found.get("k"), found.get("v")
 
-        return self._consistent(start, stop, read)
+        return self._consistent_of(wanted, read)
 
-    def read_window(self, n_rows: int, **options: Any) -> tuple[Tensor | None, Tensor | None]:
-        """Return the last `n_rows`, or all there are if they are fewer; see `read_rows`."""
-        state = self._now()
-        n = check_whole(n_rows, f"{self._file.where}: window", 0, MAX_POSITION)
-        return self.read_rows(max(state.start, state.end - n), state.end, **options)
-
-    def read_all(self, **options: Any) -> tuple[Tensor | None, Tensor | None]:
-        """Return all rows; see `read_rows`."""
-        state = self._now()
-        return self.read_rows(state.start, state.end, **options)
+    def _kinds(self, kinds: Iterable[Kind]) -> list[Kind]:
+        """Return which of those that the layer has are asked for."""
+        if not isinstance(kinds, Iterable):
+            raise InvalidArgument(f"{self._file.where}: kinds {kinds!r}, expected some of 'k', 'v'")
+        asked = list(kinds)
+        for kind in asked:
+            if kind not in KINDS:
+                raise InvalidArgument(f"{self._file.where}: kind {kind!r}, expected 'k' or 'v'")
+        return [kind for kind in self.header.kinds if kind in asked]
 
     def gather(
         self,
@@ -134,11 +168,12 @@ class StoredLayer(OpenLayer):
             As `read_rows`.
         """
         self.header.spec("v")
+        (start, stop), threads = self._positions(start, stop), check_threads(n_threads)
 
         def read(state: State, lo: int, hi: int) -> tuple[State, Bytes, Bytes]:
             run = next(self._segments.runs(lo, hi))
             hi = lo + run.n_rows
-            k, v = (self._checked(kind, state, lo, hi, n_threads)[0] for kind in KINDS)
+            k, v = (self._checked(kind, state, lo, hi, threads)[0] for kind in KINDS)
             return state, k, v
 
         while start < stop:
@@ -227,32 +262,34 @@ class StoredLayer(OpenLayer):
             What is damaged, named.
         """
         n_blocks, size = 0, self.header.block_rows
+        at = 0
 
-        def check(state: State, lo: int, hi: int) -> list[Corrupt]:
-            return [d for kind in self.header.kinds for d in self._read(kind, state, lo, hi)[1]]
+        def following(state: State) -> tuple[int, int]:
+            start = min(max(at, state.start), state.end)
+            return start, min(self._piece_stop(state, start), state.end)
+
+        def check(state: State, lo: int, hi: int) -> tuple[State, int, int, list[Corrupt]]:
+            each = (self._read(kind, state, lo, hi)[1] for kind in self.header.kinds)
+            return state, lo, hi, [damage for some in each for damage in some]
 
         with self._lock:
-            at = self.start
             with _told(on_damage):
                 self._commits.check_copies()
             with _told(on_damage):
                 self._segments.check_whole()
-                while at < (state := self._now()).end:
-                    stop = min(self._piece_stop(state, at), state.end)
-                    try:
-                        damage = self._consistent(at, stop, check)
-                    except NotFound:  # another process has dropped rows
-                        at = self.start
-                        continue
-                    for each in damage:
+                while True:
+                    state, lo, hi, found = self._consistent_of(following, check)
+                    if lo == hi:
+                        break
+                    for each in found:
                         with _told(on_damage):
                             raise each
-                    lo, hi = at - state.origin, stop - state.origin
                     n_blocks += (-(-hi // size) - lo // size) * len(self.header.kinds)
-                    at = stop
+                    at = state.origin + hi
         return n_blocks
 
     def _advise(self, start: int, stop: int, what: Advice) -> None:
+        start, stop = self._positions(start, stop)
         with self._lock:
             state = self._now()
             lo, hi = max(start, state.start), min(stop, state.end)
