@@ -148,7 +148,22 @@ def test_family_of_block_quantised_codecs(capsys, monkeypatch):
         assert better == sorted(better, reverse=True)
     assert found["q8_0, attention RMSE"] < 0.05
     schemes.show_schemes([Row(**row) for row in rows if row["group"] == "schemes"])
-    assert len(capsys.readouterr().out.splitlines()) == 1 + len(SCHEMES)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1 + len(SCHEMES) + 1
+    unfit = {line.split()[0] for line in lines if line.endswith("not for 3 x 64")}  # of 192 values
+    assert unfit == {x.name for x in SCHEMES if 192 % x.block_values}
+    # gguf is compared with once; asked for alone, the group has every size.
+    n_many = sum("16k values to float32, gguf" in name for name in found)
+    n_few = sum("4k values to float32, gguf" in name for name in found)
+    assert (n_few, n_many) == (0, 5)
+    argv = ["bench", "--reps", "1", "--family", "blockquant", "--only", "rows"]
+    assert cli.main(argv) == 0
+    out = capsys.readouterr().out
+    assert "codec: " not in out
+    assert "dequantise 4k values to float32, gguf" in out
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "--family", "blockquant", "--only", "codec"])
+    assert "groups are schemes, rows, attention, flat" in capsys.readouterr().err
 
 
 def test_rivals():

@@ -27,14 +27,14 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", type=path, metavar="FILE", help="(default: the packaged sample)")
     add_codec(parser, kinds=False)
     parser.add_argument("--reps", type=up_to(MAX_REPS), default=5, metavar="N", help="(default: 5)")
-    groups = parser.add_mutually_exclusive_group()
-    groups.add_argument(
+    parser.add_argument(
         "--only", metavar="GROUPS", help=f"some of {','.join(BENCH_GROUPS)} (default: all)"
     )
-    groups.add_argument(
+    parser.add_argument(
         "--family", choices=("blockquant",),
-        help="blockquant: all about the ggml schemes: what each does to K, V and attention, and "
-        "how fast rows are coded and read",
+        help="blockquant: the groups about ggml's schemes (schemes, rows, attention, flat): what "
+        "each does to K, V and attention, and how fast rows are coded and read; minutes, with "
+        "--only less",
     )  # fmt: skip
     parser.add_argument("--csv", type=path, metavar="FILE", help="write the rows here as well")
     parser.add_argument(

@@ -28,13 +28,11 @@ IMPORT_REPS = 5
 def run_bench(args: argparse.Namespace) -> int:
     """Run the chosen groups, print their rows, and write them as CSV if asked to."""
     codec_config(args)  # wrong usage is reported first
-    if args.family is not None:
-        chosen = list(FAMILIES[args.family])
-    else:
-        chosen = list(GROUPS) if args.only is None else args.only.split(",")
-    unknown = [name for name in chosen if name not in GROUPS]
+    known = tuple(GROUPS) if args.family is None else FAMILIES[args.family]
+    chosen = list(known) if args.only is None else args.only.split(",")
+    unknown = [name for name in chosen if name not in known]
     if unknown:
-        args.parser.error(f"--only {','.join(unknown)}: groups are {', '.join(GROUPS)}")
+        args.parser.error(f"--only {','.join(unknown)}: groups are {', '.join(known)}")
     if args.csv is not None and not Path(args.csv).resolve().parent.is_dir():
         raise InvalidArgument(f"{args.csv}: no such folder")
     sample = load_sample(args.data)
@@ -54,7 +52,7 @@ def run_bench(args: argparse.Namespace) -> int:
         note(message, quiet=args.quiet)
     context = {
         "data": sample.label,
-        "codec": codec_text(config.to_json()),
+        **({"codec": codec_text(config.to_json())} if {*chosen} - WITHOUT_CODEC else {}),
         "reps": str(args.reps),
         **environment(),
     }
@@ -175,7 +173,7 @@ def _schemes(args: argparse.Namespace, _: CodecConfig, sample: Sample, __: Path)
 def _rows(args: argparse.Namespace, _: CodecConfig, sample: Sample, __: Path) -> list[Row]:
     from kvtools.bench.row_speed import measure_rows
 
-    return measure_rows(sample, args.reps)
+    return measure_rows(sample, args.reps, all_sizes=args.only is not None)
 
 
 def _attention(args: argparse.Namespace, _: CodecConfig, sample: Sample, path: Path) -> list[Row]:
@@ -210,3 +208,5 @@ GROUPS: dict[str, _Group] = {
 
 #: The groups of ``--family``.
 FAMILIES: dict[str, tuple[str, ...]] = {"blockquant": ("schemes", "rows", "attention", "flat")}
+#: Those that ``--codec`` changes nothing of.
+WITHOUT_CODEC = {*FAMILIES["blockquant"], "import"}

@@ -27,13 +27,16 @@ LEAST_SECONDS = 5e-3
 _NOTE = "CPU time, one thread"
 
 
-def measure_rows(sample: Sample, reps: int) -> list[Row]:
-    """Time every way on the sample's K, repeated until it is large enough."""
+def measure_rows(sample: Sample, reps: int, *, all_sizes: bool = True) -> list[Row]:
+    """Time every way on the sample's K, repeated until it is large enough.
+
+    Without `all_sizes`, gguf is compared with on many values only.
+    """
     x = rows_of(heads_of(sample).k)
     rows = [row for name in PLAIN for row in _plain(name, _sized(x, MANY_VALUES), reps)]
     gguf = _gguf()
     for name in K_FAMILY if gguf is not None else ():
-        for n_values in (FEW_VALUES, MANY_VALUES):
+        for n_values in (FEW_VALUES, MANY_VALUES) if all_sizes else (MANY_VALUES,):
             rows += _against_gguf(gguf, name, _sized(x, n_values), reps)
     return rows
 

@@ -39,6 +39,11 @@ _UNITS = {
     "decode": "Mvalues/s",
 }
 
+_LEGEND = (
+    f"K and V against what was coded; attention: what the last {N_QUERIES} tokens read. "
+    "Speeds: CPU time of one thread."
+)
+
 F64 = npt.NDArray[np.float64]
 
 
@@ -120,25 +125,41 @@ def rows_of(x: F32) -> F32:
 
 
 def measure_schemes(sample: Sample, reps: int) -> list[Row]:
-    """Code the sample with every scheme; speed is of one thread, from float32 and to float16."""
+    """Code the sample with every scheme; speed is of one thread, from float32 and to float16.
+
+    Heads of all layers make one row, so that every scheme has whole blocks; a note says which ones
+    a row of a layer of the sample is too narrow for.
+    """
     heads = heads_of(sample)
     truth = attention(heads, heads.k, heads.v)
     rows: list[Row] = []
+    n_heads, _, head_dim = sample.k[0].shape
     for scheme in SCHEMES:
+        fits = n_heads * head_dim % scheme.block_values == 0
+        note = "" if fits else f"not for {n_heads} x {head_dim}"
         found = {"bits": scheme.bits_per_value, **_precision(scheme, heads, truth)}
         found |= _speed(scheme, rows_of(heads.k), reps)
-        rows += [Row(GROUP, f"{scheme.name}, {what}", x, _UNITS[what]) for what, x in found.items()]
+        rows += [
+            Row(GROUP, f"{scheme.name}, {what}", x, _UNITS[what], note) for what, x in found.items()
+        ]
     return rows
 
 
 def show_schemes(rows: Sequence[Row]) -> None:
-    """Print one line per scheme."""
+    """Print one line per scheme, and what the columns are."""
     lines: dict[str, list[str]] = {}
+    notes = {}
     for row in rows:
-        lines.setdefault(row.name.partition(", ")[0], []).append(number_text(row.value, 5))
+        name = row.name.partition(", ")[0]
+        lines.setdefault(name, []).append(number_text(row.value, 5))
+        notes[name] = row.note
     columns = [f"{what} {unit}".strip() for what, unit in _UNITS.items()]
     columns[0] = _UNITS["bits"]
-    show_table("", ("scheme", *columns), [(name, *line) for name, line in lines.items()])
+    noted = any(notes.values())
+    columns += ["note"] if noted else []
+    table = [(name, *line, *((notes[name],) if noted else ())) for name, line in lines.items()]
+    show_table("", ("scheme", *columns), table)
+    print(_LEGEND)
 
 
 def _coded(x: npt.NDArray[np.generic], rope: Rope | None) -> F32:
