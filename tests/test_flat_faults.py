@@ -17,6 +17,7 @@ from kvcodecs.errors import Closed, Corrupt, Full, InvalidArgument, Locked, NotF
 import kvstore
 from kvstore import LayerSpec, Model, flat
 from kvstore.flat import FlatLayer
+from kvstore.flat.file import LayerFile
 
 HEADS, DIM, ROWS = 2, 256, 100  # 16 rows of 1 KB of K to a block
 MODEL = Model("m", (LayerSpec(HEADS, DIM, DIM),) * 2)
@@ -281,7 +282,7 @@ def test_a_disk_that_fails_to_store_a_commit(path, monkeypatch, failing):
 
 
 def test_a_view_keeps_no_lock(path):
-    """Its map has a descriptor of its own, with the same lock; so has a forked child."""
+    """Nor a descriptor: many layers of many segments would have too many."""
     layer = make(path)
     (view, *_) = layer.raw_rows("k")
     assert view.flags.writeable is False
@@ -300,7 +301,65 @@ def test_a_view_keeps_no_lock(path):
     count = len(os.listdir("/proc/self/fd"))
     with FlatLayer.open(path) as reader:
         reader.read_all()
+        assert len(reader._segments) > 2
+        assert len(os.listdir("/proc/self/fd")) == count + 1
     assert len(os.listdir("/proc/self/fd")) == count
+
+
+def maps_of(path):
+    with open("/proc/self/maps") as file:
+        return sum(path in line for line in file)
+
+
+def test_maps_go_with_the_last_view(path):
+    make(path).close()
+    with FlatLayer.open(path) as layer:
+        part = layer.raw_rows("k")[1][3:5].view(np.float16)
+        assert maps_of(path) == len(layer._segments)
+    gc.collect()
+    assert maps_of(path) == 1
+    assert part[1, 7] == 36
+    with pytest.raises(ValueError, match="WRITEABLE"):
+        part.flags.writeable = True
+    del part
+    assert maps_of(path) == 0
+
+
+def test_what_cannot_be_mapped(path, monkeypatch):
+    with make(path) as layer, monkeypatch.context() as patch:
+        layer._segments.close()
+        patch.setattr(layer._file, "_fd", os.open(os.devnull, os.O_RDONLY))
+        patch.setattr(LayerFile, "check_size", lambda *_: None)
+        with pytest.raises(InvalidArgument, match="pread=True"):
+            layer.raw_rows("k")
+        os.close(layer._file._fd)
+
+
+def test_positions_have_an_end(tmp_path):
+    end, n = 1 << 48, 10
+    with flat.anonymous(MODEL, scheme="f16") as session:
+        k = [values(0, n)] * 2
+        for start in (end, end - n + 1):
+            with pytest.raises(InvalidArgument, match="positions end"):
+                session.append(k, k, start=start)
+        assert [layer.stop for layer in session.layers] == [0, 0]
+        session.append(k, k, start=end - n)
+        with pytest.raises(InvalidArgument, match="positions end"):
+            session.append(k, k)
+    path = str(tmp_path / "a.kvf")
+    with FlatLayer.create(path, heads=HEADS, head_dim=DIM, scheme="f16") as layer:
+        layer.append(values(0, n), values(0, n), start=end - n)
+        layer.commit()
+    with FlatLayer.open(path, "a") as layer:
+        assert np.array_equal(layer.read_all(), [values(0, n)] * 2)
+
+
+def test_taking_nothing_back_commits(path):
+    with make(path) as layer, FlatLayer.open(path) as reader:
+        layer.append(values(100, 120), values(100, 120))
+        layer.drop_front(7)
+        layer.take_back(120)
+        assert (reader.start, reader.stop) == (7, 120)
 
 
 def test_a_forked_child_reads(path):

@@ -173,6 +173,8 @@ class Rope:
         Unsupported
             A style this release does not know.
         """
+        if not isinstance(data, Mapping):
+            raise Corrupt(f"rope: {data!r} is not an object")
         packed, style, scaling = (data.get(key) for key in ("inv_freq", "style", "scaling"))
         if not (isinstance(packed, str) and isinstance(style, str)):
             raise Corrupt("rope: inv_freq and style must be strings")

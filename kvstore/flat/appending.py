@@ -86,6 +86,11 @@ class AppendableLayer(StoredLayer):
         with self._lock:
             self._check_writable()
             at, n = self._position(start), self._check_rows(rows)
+            if at + n > MAX_POSITION:
+                raise InvalidArgument(
+                    f"{self._file.where}: {n} rows from position {at} on: positions end at "
+                    f"{MAX_POSITION}"
+                )
             if self._must_commit(n):
                 self.commit()
             self._before = state = self._state
@@ -200,6 +205,7 @@ class AppendableLayer(StoredLayer):
                 where = f"{self._file.where}: take_back"
                 new = state._replace(end=check_whole(stop, where, state.start, state.end))
             if new == state:
+                self.commit()
                 return
             hi = new.end - new.origin
             lo = hi // self.header.block_rows * self.header.block_rows

@@ -15,6 +15,8 @@ from .header import FORMAT, MAX_POSITION
 COMMIT_OFFSETS: Final = (8192, 12288)
 COMMIT_BYTES: Final = 512
 MAX_SEGMENTS: Final = 1 << 20
+#: The largest sequence number: far more than there ever are.
+MAX_SEQUENCE: Final = 1 << 62
 
 _COMMIT_MAGIC: Final = b"KVFC"
 # Magic, format, sequence, origin, dropped, end, segments, epoch, crc of K, crc of V, tag.
@@ -100,7 +102,7 @@ def unpack_commit(data: bytes, tag: int, where: str) -> tuple[int, State] | None
         raise Unsupported(f"{where}: commit record of format {version}; upgrade to read it")
     if found_tag != tag:
         raise Corrupt(f"{where}: the commit record of another file")
-    possible = state.start <= state.end <= MAX_POSITION
+    possible = state.start <= state.end <= MAX_POSITION and sequence <= MAX_SEQUENCE
     if not (possible and 1 <= state.n_segments <= MAX_SEGMENTS):
-        raise Corrupt(f"{where}: impossible commit record {state}")
+        raise Corrupt(f"{where}: impossible commit record {state}, sequence {sequence}")
     return sequence, state

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import mmap
 import os
 import secrets
 import stat
@@ -24,7 +23,7 @@ from kvcodecs.errors import Closed, InvalidArgument, Locked, NotFound, Truncated
 from kvcodecs.frame import byte_view
 
 from ..files import sync_folder
-from .pages import Advice, advise, punch
+from .pages import Advice, Map, advise, punch
 from .system_errors import translate
 
 Bytes = npt.NDArray[np.uint8]
@@ -192,6 +191,7 @@ class LayerFile:
 
     def read(self, offset: int, n_bytes: int) -> Bytes:
         """Return bytes read with `preadv`; `Truncated` if there are fewer."""
+        self.check_size(offset + n_bytes)  # no memory for what a damaged file claims to have
         out = np.empty(n_bytes, np.uint8)
         self.read_into(offset, out.data)
         return out
@@ -261,17 +261,14 @@ class LayerFile:
             self._failed = True
             raise translate(error, self.where) from error
 
-    def map(self, offset: int, size: int) -> tuple[mmap.mmap, Bytes]:
+    def map(self, offset: int, size: int) -> tuple[Map, Bytes]:
         """Map a part for reading; it stays as long as anybody refers to it."""
         self.check_size(offset + size)
         try:
-            mapped = mmap.mmap(self.fd, size, mmap.MAP_SHARED, mmap.PROT_READ, offset=offset)
-        except ValueError:
-            self.check_size(offset + size)
-            raise
+            mapped = Map(self.fd, offset, size)
         except OSError as error:
             raise translate(error, self.where, "read") from error
-        return mapped, np.frombuffer(mapped, np.uint8)
+        return mapped, np.asarray(mapped)
 
     def punch(self, offset: int, size: int) -> None:
         """Give the room of a part back, if the file system can; it then reads as zeros."""
@@ -279,7 +276,7 @@ class LayerFile:
         if size > 0:
             punch(self._fd, offset, size)
 
-    def advise(self, mapped: mmap.mmap | None, offset: int, lo: int, hi: int, what: Advice) -> None:
+    def advise(self, mapped: Map | None, offset: int, lo: int, hi: int, what: Advice) -> None:
         """Tell the kernel about bytes ``[lo, hi)`` of a part: see `pages.advise`."""
         advise(self.fd, mapped, offset, lo, hi, what, named=self.is_named)
 
@@ -287,7 +284,7 @@ class LayerFile:
         """Close, and let another one append."""
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
-            # Maps, and forked children, have descriptors with the same lock.
+            # Forked children have descriptors with the same lock.
             if self._is_locked and not self.is_inherited:
                 with suppress(OSError):
                     fcntl.flock(fd, fcntl.LOCK_UN)

@@ -182,9 +182,8 @@ class Header:
             raise ValueError("block_rows or capacity")
         if header.capacity % header.block_rows or header.capacity > MAX_POSITION:
             raise ValueError("capacity")
-        if header.max_rows is not None and ring_rows(max_rows, header.block_rows) != (
-            header.capacity
-        ):
+        most = header.max_rows
+        if most is not None and (not most or ring_rows(most, header.block_rows) != header.capacity):
             raise ValueError("max_rows")
         for kind in header.kinds:
             header.row_bytes(kind)

@@ -153,9 +153,8 @@ class OpenLayer:
 
     def _settle(self, state: State) -> None:
         self._segments.know(state.n_segments)
-        if state.end - self._block_start(state) > self._segments.n_rows or (
-            self.header.max_rows is None and state.end - state.origin > self._segments.n_rows
-        ):
+        first = state.origin if self.header.max_rows is None else self._block_start(state)
+        if not self._segments.is_cut and state.end - first > self._segments.n_rows:
             raise Corrupt(f"{self._file.where}: impossible commit record {state}")
         self._state = state
 

@@ -6,7 +6,6 @@ a ring has one, and index i is in slot i modulo its slots. FORMAT.md section 11.
 
 from __future__ import annotations
 
-import mmap
 from bisect import bisect_right
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -19,7 +18,7 @@ from kvcodecs.spec import Kind
 from .checksums import extended
 from .file import Bytes, LayerFile
 from .header import Header
-from .pages import Advice
+from .pages import Advice, Map
 from .placement import FIRST_SEGMENT, PAGE, Segment, segment_after
 
 
@@ -37,8 +36,9 @@ class Segments:
     def __init__(self, header: Header, file: LayerFile) -> None:
         self._header, self._file = header, file
         self._segments: list[Segment] = []
-        self._maps: list[tuple[mmap.mmap, Bytes] | None] = []
+        self._maps: list[tuple[Map, Bytes] | None] = []
         self._is_random = False
+        self._n_claimed = 0
 
     def __len__(self) -> int:
         return len(self._segments)
@@ -55,10 +55,19 @@ class Segments:
         return last.offset + last.size
 
     def know(self, n_segments: int) -> None:
-        """Take note of segments that the file has."""
+        """Take note of segments that the file should have, as far as it goes."""
+        self._n_claimed = n_segments
         while len(self._segments) < n_segments:
-            self._segments.append(self._next())
+            segment = self._next()
+            if segment.offset >= self._file.size:
+                return  # cut, or a claim that no file could keep: what there is can be read
+            self._segments.append(segment)
             self._maps.append(None)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether whole segments are missing."""
+        return len(self._segments) < self._n_claimed
 
     def add(self, *, sparse: bool) -> None:
         """Make the file one segment longer; `Full` if there is no room."""
@@ -72,6 +81,7 @@ class Segments:
 
     def runs(self, lo: int, hi: int) -> Iterator[Run]:
         """Yield where the rows with indices ``[lo, hi)`` are."""
+        self._check_there(hi)
         while lo < hi:
             if self._header.max_rows is not None:
                 number, slot = 0, lo % self._segments[0].rows
@@ -92,6 +102,7 @@ class Segments:
         """Return copies of single rows, ``(n, row_bytes)``; no page of others is touched."""
         row_bytes = self._header.row_bytes(kind)
         out = np.empty((len(indices), row_bytes), np.uint8)
+        self._check_there(int(indices.max(initial=-1)) + 1)
         firsts = np.array([segment.first for segment in self._segments])
         if self._header.max_rows is not None:
             numbers, slots = np.zeros_like(indices), indices % self._segments[0].rows
@@ -152,6 +163,7 @@ class Segments:
             )
         self._header.spec(kind)
         found = []
+        self._check_there(n_rows)
         for number, segment in enumerate(self._segments):
             n = segment.rows if self._header.max_rows is not None else n_rows - segment.first
             if n > 0:
@@ -206,7 +218,7 @@ class Segments:
         at = offset - segment.offset
         return self._map(number)[1][at : at + n_bytes]
 
-    def _map(self, number: int) -> tuple[mmap.mmap, Bytes]:
+    def _map(self, number: int) -> tuple[Map, Bytes]:
         found = self._maps[number]
         if found is None:
             segment = self._segments[number]
@@ -217,8 +229,13 @@ class Segments:
 
     def check_whole(self) -> None:
         """Raise `Truncated` unless the file has all its segments."""
-        if self._file.size < self.end:
+        self._check_there(self.n_rows + 1)
+        self._file.check_size(self.end)
+
+    def _check_there(self, n_rows: int) -> None:
+        """Raise `Truncated` if rows up to index `n_rows` would be in a segment that is missing."""
+        if self.is_cut and n_rows > self.n_rows:
             raise Truncated(
-                f"{self._file.where}: {self._file.size} of {self.end} bytes: it was cut; restore a "
-                "copy"
+                f"{self._file.where}: {self._file.size} bytes, {len(self._segments)} of "
+                f"{self._n_claimed} segments: it was cut; restore a copy"
             )
