@@ -129,7 +129,7 @@ def test_a_migrated_session_is_called_what_it_was(run, tmp_path):
     assert run("migrate", tmp_path / "a.kv", f"flat:{tmp_path / 'f'}", "--quiet")[0] == 0
     _, out, _ = run("info", tmp_path / "f", "--session", "alice/42")
     assert "[0, 9), with ids" in out
-    assert "as it was before the migration" in out
+    assert "measured when the rows were coded" in out
     assert '{"x": 1}' in out
     (tmp_path / "f" / "alice%2F42" / "session.json").write_text("{")
     code, out, _ = run("ls", tmp_path / "f", "--json")

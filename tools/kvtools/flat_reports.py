@@ -236,7 +236,7 @@ def _kept_text(info: FlatInfo) -> str:
 
 def _error_text(info: FlatInfo) -> str:
     if info.error.is_known:
-        return f"{number_text(info.error.max_error)}, as it was before the migration"
+        return f"{number_text(info.error.max_error)}, measured when the rows were coded"
     return "not known: it is not kept beside flat layers' rows"
 
 

@@ -89,7 +89,7 @@ def export(
             )
             done.recoded = through.recoded + through.skipped
             done.flattened = through.flattened
-            source, sessions = str(passed), None
+            source, sessions = str(passed), through.names  # a killed try may have left more
         archive = stack.enter_context(kvstore.open(source, snapshot_seconds=math.inf))
         plan = Plan(archive, stack.enter_context(archive._read()), sessions, None)
         stack.enter_context(partial_folder(partial, resume=resume))
@@ -189,7 +189,13 @@ def take_in(
                 progress(i + 1, len(names))
         if codec is not None:
             through = kvstore.migrate(
-                into, target, codec=codec, resume=resume, verify=verify, workers=workers
+                into,
+                target,
+                sessions=names,
+                codec=codec,
+                resume=resume,
+                verify=verify,
+                workers=workers,
             )
             done = through
     done.seconds = time.perf_counter() - started
