@@ -470,6 +470,8 @@ def test_arguments_are_checked(archive, sample):
     ):  # fmt: skip
         with pytest.raises(kvstore.InvalidArgument):
             attend(q, session, **({"layer": 0} | options))
+    with pytest.raises(kvstore.InvalidArgument, match=r"k: tokens \[250, 200\) are not a range"):
+        attend(q, session, 0, start=250)
     for options in ({"window": True}, {"first_query": 0.5}, {"start": 1.5}):
         with pytest.raises(kvstore.InvalidArgument, match="is no integer"):
             attend(q, session, 0, **options)

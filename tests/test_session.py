@@ -388,8 +388,8 @@ def test_wrong_arguments(archive):
         archive.create_session("t", model=MODEL, fit_tokens=0)
     with pytest.raises(kvstore.InvalidArgument, match="not JSON"):
         archive.create_session("t", model=MODEL, metadata={"x": {1, 2}})
-    with pytest.raises(kvstore.InvalidArgument, match="configuration"):
-        archive.create_session("t", model=MODEL, codec="kvr1")
+    with pytest.raises(kvstore.InvalidArgument, match="did you mean kvr1"):
+        archive.create_session("t", model=MODEL, codec="kvr2")
     for kind in (KVR1, TKV1, Raw):
         for codec in (kind, {"k": Raw(), "v": kind}):
             with pytest.raises(kvstore.InvalidArgument, match=r"such as KVR1\(rel_step=0\.25\)"):

@@ -84,6 +84,9 @@ class FlatSession:
     ) -> None:
         """Append tokens to all layers; `commit` makes them durable.
 
+        A model that gives K and V layer by layer appends to each, ``session.layer(i).append``;
+        then all of them have to get the same tokens before this can go on.
+
         Where they need the room of dropped tokens in a ring, all that was appended and dropped
         before is committed first.
 
@@ -100,7 +103,7 @@ class FlatSession:
         Raises
         ------
         InvalidArgument, Full
-            As `FlatLayer.append`; nothing is appended.
+            As `FlatLayer.append`, or some layers have more tokens than others; nothing is appended.
         """
         n_layers = len(self.layers)
         ks: Any = k
