@@ -261,12 +261,12 @@ class Model:
         InvalidArgument
             No such layer or kind.
         """
-        if not isinstance(layer, int | np.integer):
+        if isinstance(layer, bool) or not isinstance(layer, int | np.integer):
             raise InvalidArgument(f"layer {layer!r}: expected an integer")
+        if not isinstance(kind, str) or kind not in KINDS:
+            raise InvalidArgument(f"kind {kind!r}, expected 'k' or 'v'")
         spec = self._streams.get((int(layer), kind))
         if spec is None:
-            if kind not in KINDS:
-                raise InvalidArgument(f"kind {kind!r}, expected 'k' or 'v'")
             if not 0 <= layer < self.n_layers:
                 raise InvalidArgument(
                     f"layer {layer}: the model has layers 0 to {self.n_layers - 1}"

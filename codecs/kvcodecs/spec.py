@@ -65,6 +65,7 @@ class StreamSpec:
         for name, size in (("heads", self.heads), ("head_dim", self.head_dim)):
             if isinstance(size, bool) or not isinstance(size, int | np.integer):
                 raise InvalidArgument(f"{name} {size!r}: expected an integer")
+            object.__setattr__(self, name, int(size))
         if self.rope is not None and not isinstance(self.rope, Rope):
             raise InvalidArgument(f"rope {self.rope!r}: expected a Rope or None")
         if not 1 <= self.heads <= MAX_HEADS:

@@ -227,8 +227,12 @@ class AppendableLayer(StoredLayer):
         return at
 
     def _check_rows(self, rows: Mapping[Kind, Bytes]) -> int:
-        if set(rows) != set(self.header.kinds):
-            raise InvalidArgument(f"{self._file.where}: rows of {sorted(rows)}")
+        if not isinstance(rows, Mapping) or set(rows) != set(self.header.kinds):
+            given = list(rows) if isinstance(rows, Mapping) else type(rows).__name__
+            raise InvalidArgument(
+                f"{self._file.where}: rows of {given}, expected a mapping with "
+                f"{list(self.header.kinds)}"
+            )
         for kind, x in rows.items():
             if not isinstance(x, np.ndarray):
                 raise InvalidArgument(f"{self._file.where} {kind}: rows that are no array")

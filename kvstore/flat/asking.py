@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Literal, TypeAlias
 
@@ -46,6 +47,18 @@ def make_header(
         k, v, k_scheme, None if v is None else v_scheme, store_k, capacity, size, max_rows,
         session, layer,
     )  # fmt: skip
+
+
+def check_path(path: str | bytes | os.PathLike[str] | os.PathLike[bytes]) -> str:
+    """Return a path as text; `InvalidArgument` if no file can have it."""
+    try:
+        text = os.fsdecode(path)
+        possible = text and b"\0" not in os.fsencode(text)
+    except (TypeError, UnicodeError):
+        possible = False
+    if not possible:
+        raise InvalidArgument(f"path {path!r}: not that of a file")
+    return text
 
 
 def check_whole(value: object, what: str, lo: int, hi: int) -> int:

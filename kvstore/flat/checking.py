@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Final
 
@@ -70,7 +71,7 @@ def verify(
         raise
     except KvError as error:
         report.problems.append(error)
-        names = sorted(found.name for found in folder.glob("layer-*.kvf"))
+        names = _layer_names(folder)
     with ExitStack() as stack:
         layers: dict[int, FlatLayer] = {}
         for index, name in enumerate(names):
@@ -95,6 +96,13 @@ def verify(
             )
         )
     return report
+
+
+def _layer_names(folder: Path) -> list[str]:
+    try:
+        return sorted(name for name in os.listdir(folder) if fnmatch(name, "layer-*.kvf"))
+    except OSError:  # the record of the session could not be read either
+        return []
 
 
 def _opened(path: Path) -> FlatLayer:

@@ -29,6 +29,11 @@ from .system_errors import translate
 Bytes = npt.NDArray[np.uint8]
 
 
+def partial_name(name: str) -> str:
+    """Return the name that something has until it is whole; of a long one, only the beginning."""
+    return f".{name[:50]}.{secrets.token_hex(4)}.partial"
+
+
 class LayerFile:
     """An open file.
 
@@ -78,7 +83,9 @@ class LayerFile:
         return file
 
     @classmethod
-    def create(cls, path: str, *, pread: bool, begin: Callable[[LayerFile], None]) -> LayerFile:
+    def create(
+        cls, path: str, where: str, *, pread: bool, begin: Callable[[LayerFile], None]
+    ) -> LayerFile:
         """Create a file, which has its name once `begin` has written it and it is durable.
 
         Raises
@@ -95,14 +102,14 @@ class LayerFile:
             raise InvalidArgument(taken)
         folder, name = os.path.split(path)
         folder = folder or "."
-        partial = os.path.join(folder, f".{name}.{secrets.token_hex(4)}.partial")
+        partial = os.path.join(folder, partial_name(name))
         try:
             fd = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         except OSError as error:
             if error.errno in (errno.ENOENT, errno.ENOTDIR):
                 raise NotFound(f"{folder}: no such directory") from None
-            raise translate(error, path, "create") from error
-        file = cls(fd, path, is_named=True, pread=pread)
+            raise translate(error, where, "create") from error
+        file, made = cls(fd, where, is_named=True, pread=pread), partial
         try:
             file._lock()
             begin(file)
@@ -115,19 +122,26 @@ class LayerFile:
                 os.rename(partial, path)
             else:
                 os.unlink(partial)
+            made = path
             sync_folder(folder)
-        except BaseException:
+        except BaseException as error:
             file.close()
-            with suppress(FileNotFoundError):
-                os.unlink(partial)
+            with suppress(OSError):
+                os.unlink(made)
+            if isinstance(error, OSError):
+                raise translate(error, where, "create") from error
             raise
         return file
 
     @classmethod
     def anonymous(cls, begin: Callable[[LayerFile], None]) -> LayerFile:
         """Return memory without a name, gone with the last map of it."""
-        fd = os.memfd_create("kvstore flat", os.MFD_CLOEXEC)
-        file = cls(fd, "anonymous layer", is_named=False, pread=False)
+        where = "anonymous layer"
+        try:
+            fd = os.memfd_create("kvstore flat", os.MFD_CLOEXEC)
+        except OSError as error:
+            raise translate(error, where, "create") from error
+        file = cls(fd, where, is_named=False, pread=False)
         try:
             begin(file)
         except BaseException:

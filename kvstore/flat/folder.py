@@ -5,8 +5,8 @@ from __future__ import annotations
 import builtins
 import os
 import secrets
-import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -21,8 +21,8 @@ from ..metadata import canonical_json
 from ..mismatch import check_identity
 from ..place import FLAT_PREFIX, FLAT_SIGN, flat_folders
 from ..records import load_json, read_count
-from .asking import Schemes, make_header
-from .file import LayerFile
+from .asking import Schemes, check_path, make_header
+from .file import LayerFile, partial_name
 from .header import Header
 from .layer import FlatLayer
 from .session import FlatSession
@@ -70,16 +70,18 @@ def create(
         raise NotFound(f"{target.parent}: no such directory")
     number = secrets.randbits(62) | 1
     headers = _headers(model, scheme, store_k, capacity, max_rows, number)
-    partial = target.parent / f".{target.name}.{secrets.token_hex(4)}.partial"
+    made = partial = target.parent / partial_name(target.name)
     layers: list[FlatLayer] = []
     try:
         partial.mkdir()
-    except OSError as error:
-        raise translate(error, os.fspath(target), "create") from error
-    try:
         for index, header in enumerate(headers):
+            name = layer_file(index)
             layer = FlatLayer._from_header(
-                os.fspath(partial / layer_file(index)), header, sparse=sparse, pread=pread
+                os.fspath(partial / name),
+                header,
+                sparse=sparse,
+                pread=pread,
+                where=os.fspath(target / name),
             )
             layers.append(layer)
         data = {"format": FORMAT, "session": number, "model": model.to_json()}
@@ -92,14 +94,20 @@ def create(
             os.rename(partial, target)
         except OSError as error:
             raise (InvalidArgument(taken) if os.path.lexists(target) else error) from error
+        made = target
         sync_folder(os.fspath(target.parent))
-    except BaseException:
+    except BaseException as error:
         for layer in layers:
             layer.close()
-        shutil.rmtree(partial, ignore_errors=True)
+        # By name: listing a folder takes a descriptor, and there may be none.
+        for name in (*map(layer_file, range(len(layers))), SESSION_FILE):
+            with suppress(OSError):
+                os.unlink(made / name)
+        with suppress(OSError):
+            made.rmdir()
+        if isinstance(error, OSError):
+            raise translate(error, os.fspath(target), "create") from error
         raise
-    for index, layer in enumerate(layers):
-        layer._renamed(os.fspath(target / layer_file(index)))
     return FlatSession(os.fspath(target), model, layers)
 
 
@@ -235,7 +243,7 @@ def _make_even(session: FlatSession) -> None:
 
 def plain_path(path: str | os.PathLike[str]) -> Path:
     """Return a path without the ``flat:`` that the command line has before it."""
-    return Path(os.fspath(path).removeprefix(FLAT_PREFIX))
+    return Path(check_path(check_path(path).removeprefix(FLAT_PREFIX)))
 
 
 def read_session(folder: Path) -> tuple[Model, int]:

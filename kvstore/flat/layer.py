@@ -10,7 +10,7 @@ from kvcodecs.rope import Rope
 from kvcodecs.spec import KState
 
 from .appending import AppendableLayer
-from .asking import Schemes, make_header, make_specs
+from .asking import Schemes, check_path, make_header, make_specs
 from .commit_record import State
 from .file import LayerFile
 from .header import Header
@@ -114,7 +114,7 @@ class FlatLayer(AppendableLayer):
         """
         specs = make_specs(heads, head_dim, head_dim_v, rope)
         header = make_header(*specs, scheme, store_k, capacity, max_rows)
-        return cls._from_header(os.fspath(path), header, sparse=sparse, pread=pread)
+        return cls._from_header(check_path(path), header, sparse=sparse, pread=pread)
 
     @classmethod
     def anonymous(
@@ -136,9 +136,23 @@ class FlatLayer(AppendableLayer):
 
     @classmethod
     def _from_header(
-        cls, path: str | None, header: Header, *, sparse: bool, pread: bool
+        cls,
+        path: str | None,
+        header: Header,
+        *,
+        sparse: bool,
+        pread: bool,
+        where: str | None = None,
     ) -> FlatLayer:
-        """Create a layer of which everything is settled; `path` None: in memory."""
+        """Create a layer of which everything is settled.
+
+        Parameters
+        ----------
+        path
+            None: in memory.
+        where
+            The path that it will have, where that is another one.
+        """
         packed = header.pack()
 
         def begin(file: LayerFile) -> None:
@@ -150,7 +164,7 @@ class FlatLayer(AppendableLayer):
         if path is None:
             file = LayerFile.anonymous(begin)
         else:
-            file = LayerFile.create(path, pread=pread, begin=begin)
+            file = LayerFile.create(path, where or path, pread=pread, begin=begin)
         layer = cls(file, header, Commits(file, packed), writable=True)
         layer._sparse = sparse
         return layer
@@ -175,7 +189,7 @@ class FlatLayer(AppendableLayer):
         """
         if mode not in _MODES:
             raise InvalidArgument(f"mode {mode!r}: 'r' to read, 'a' to append")
-        file = LayerFile.open(os.fspath(path), write=mode == "a", pread=pread)
+        file = LayerFile.open(check_path(path), write=mode == "a", pread=pread)
         try:
             layer = cls(file, *read_header(file), writable=mode == "a")
         except BaseException:

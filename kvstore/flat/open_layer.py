@@ -124,10 +124,6 @@ class OpenLayer:
             self._file.close()
             self._segments.close()
 
-    def _renamed(self, path: str) -> None:
-        """Note that its file has another name now."""
-        self._file.where = path
-
     def _check_belongs(self, session: int, layer: int, model: Model) -> None:
         """Raise `Corrupt` unless this is the layer of that session of `model`."""
         header = self.header

@@ -12,9 +12,12 @@ import numpy.typing as npt
 from kvcodecs.errors import InvalidArgument
 from kvcodecs.plan import available_cpus, check_threads
 from kvcodecs.spec import Kind, KState
+from kvcodecs.tensor import as_array
 
 from ..identity import Model
+from .asking import check_whole
 from .coding import Tensor
+from .header import MAX_POSITION
 from .layer import FlatLayer
 
 
@@ -106,14 +109,9 @@ class FlatSession:
             As `FlatLayer.append`, or some layers have more tokens than others; nothing is appended.
         """
         n_layers = len(self.layers)
-        ks: Any = k
-        vs: Any = [None] * n_layers if v is None else v
-        for kind, items in (("k", ks), ("v", vs)):
-            if len(items) != n_layers:
-                raise InvalidArgument(
-                    f"{self.where}: {kind} has {len(items)} layers, the model {n_layers}"
-                )
-        n_tokens = {np.shape(x)[1] for x in (*ks, *vs) if np.ndim(x) == 3}
+        ks = self._of_layers("k", k)
+        vs = self._of_layers("v", [None] * n_layers if v is None else v)
+        n_tokens = {x.shape[1] for x in (*ks, *vs) if x is not None and x.ndim == 3}
         if len(n_tokens) > 1:
             raise InvalidArgument(f"{self.where}: layers with {sorted(n_tokens)} tokens")
         stop = self.stop
@@ -154,6 +152,7 @@ class FlatSession:
 
     def drop_front(self, n_tokens: int) -> None:
         """Drop the oldest tokens of all layers; see `FlatLayer.drop_front`."""
+        n_tokens = check_whole(n_tokens, f"{self.where}: drop_front", 0, MAX_POSITION)
         start = self.start
         for layer in self.layers:
             layer.drop_front(start - layer.start + n_tokens)
@@ -233,10 +232,28 @@ class FlatSession:
     def __repr__(self) -> str:
         return f"<FlatSession {self.where!r}, {len(self.layers)} layers>"
 
+    def _of_layers(self, kind: Kind, x: Any) -> list[Any]:
+        """Return what is given for each layer as arrays."""
+        try:
+            given = list(x)
+        except TypeError:
+            raise InvalidArgument(
+                f"{self.where}: {kind} {type(x).__name__}: expected an array for each layer"
+            ) from None
+        if len(given) != len(self.layers):
+            raise InvalidArgument(
+                f"{self.where}: {kind} has {len(given)} layers, the model {len(self.layers)}"
+            )
+        return [
+            None if each is None else as_array(each, f"{self.where} layer {index} {kind}")
+            for index, each in enumerate(given)
+        ]
+
     def _range(self, start: int | None, stop: int | None) -> tuple[int, int]:
         first, end = self.start, self.stop
-        start = first if start is None else start
-        stop = end if stop is None else stop
+        lo, hi = -MAX_POSITION, MAX_POSITION
+        start = first if start is None else check_whole(start, f"{self.where}: start", lo, hi)
+        stop = end if stop is None else check_whole(stop, f"{self.where}: stop", lo, hi)
         if stop > end:
             raise InvalidArgument(f"{self.where}: tokens [{start}, {stop}): there are {end}")
         return start, stop

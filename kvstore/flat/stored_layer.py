@@ -111,7 +111,7 @@ class StoredLayer(OpenLayer):
             raise InvalidArgument(f"{self._file.where}: kinds {kinds!r}, expected some of 'k', 'v'")
         asked = list(kinds)
         for kind in asked:
-            if kind not in KINDS:
+            if not isinstance(kind, str) or kind not in KINDS:
                 raise InvalidArgument(f"{self._file.where}: kind {kind!r}, expected 'k' or 'v'")
         return [kind for kind in self.header.kinds if kind in asked]
 

@@ -29,10 +29,10 @@ def translate(
         return Full(
             f"{where}: {text}; make room on the disk, or drop rows; what was committed is unharmed"
         )
-    if code in _NOT_ALLOWED and wanted == "create":
+    if code in (*_NOT_ALLOWED, *_NO_FILE) and wanted == "create":
         return InvalidArgument(
-            f"{where}: cannot be created ({text}); give another folder, or have the permissions of "
-            "this one changed"
+            f"{where}: cannot be created ({text}); give another name or folder, or have the "
+            "permissions changed"
         )
     if code in _NOT_ALLOWED and wanted == "write":
         return InvalidArgument(
