@@ -88,6 +88,11 @@ class Session(Layer):
         v = [np.full((HEADS, n, 256), 0.0), np.full((1, n, 256), 0.0), None]
         self.target.append(k, v)
 
+    def take_back(self, stop):
+        self.note()  # first all that was appended
+        super().take_back(stop)
+        self.n_taken = 0
+
     def _must_commit(self, n):
         return any(layer._must_commit(n) for layer in self.target.layers)
 
@@ -170,6 +175,7 @@ CASES = [
     (Layer, wrap, {"max_rows": 32}),
     (Session, grow, {"capacity": 16, "sparse": True}),
     (Session, drop, {"capacity": 16}),
+    (Session, take_back, {"capacity": 16}),
     (Session, wrap, {"max_rows": 32}),
 ]
 ids = [f"{kind.__name__} {story.__name__}" for kind, story, _ in CASES]

@@ -134,3 +134,142 @@ def test_layers_without_rope_beside_those_with_one(store_k, k_state):
         for layer in range(2):
             assert np.abs(session.read(layer, "k", k_state=k_state) - k[layer]).max() < 0.01
         assert np.array_equal(session.read(1, "k", k_state="pre"), session.read(1, "v"))
+
+
+def grown(path, n_commits):
+    """Return a session of 10 tokens for each commit, and its layer files after each one."""
+    k, v = tensors(10 * n_commits)
+    session, files = flat.create(path, MODEL), []
+    for i in range(n_commits):
+        session.append(cut(k, 10 * i, 10 * i + 10), cut(v, 10 * i, 10 * i + 10))
+        session.commit()
+        files.append(bytes_of(path))
+    return session, files
+
+
+def bytes_of(path):
+    return [read_bytes(os.path.join(path, f"layer-0000{layer}.kvf")) for layer in range(3)]
+
+
+def read_bytes(path):
+    with open(path, "rb") as file:
+        return file.read()
+
+
+def restore(path, layer, data):
+    with open(os.path.join(path, f"layer-0000{layer}.kvf"), "wb") as file:
+        file.write(data)
+
+
+def refused(path):
+    """Return what every way to open it says, which leaves every byte as it is."""
+    before, said = bytes_of(path), set()
+    for mode in "ra":
+        with pytest.raises(Corrupt, match="restore a copy of that file") as caught:
+            flat.open(path, mode)
+        said.add(str(caught.value))
+    (problem,) = flat.verify(path).problems
+    assert said == {str(problem)}
+    assert bytes_of(path) == before
+    return said.pop()
+
+
+def test_an_older_copy_of_one_layer(path):
+    """It takes nothing from the others, but for what an interrupted commit can have left."""
+    session, files = grown(path, 4)
+    session.close()
+    for copy in (0, 1):
+        restore(path, 1, files[copy][1])
+        assert f"layer 1 is behind: layer-00001.kvf is of commit {copy + 1}," in refused(path)
+    restore(path, 1, files[2][1])
+    assert not flat.verify(path).ok  # as after a crash
+    with flat.open(path, "a") as session:
+        assert [layer.stop for layer in session.layers] == [30] * 3
+        assert flat.verify(path).ok
+    for layer in (0, 2):
+        restore(path, layer, files[0][layer])
+    assert "layers 0, 2 are behind" in refused(path)
+    for layer, data in enumerate(files[1]):
+        restore(path, layer, data)
+    with flat.open(path, "a") as session:
+        assert (session.stop, session.verify() > 0) == (20, True)
+
+
+def test_an_older_copy_of_as_many_rows(path):
+    session, files = grown(path, 2)
+    k, v = tensors(10, seed=1)
+    session.take_back(10)
+    session.append(k, v)
+    session.commit()
+    session.close()
+    restore(path, 2, files[1][2])
+    assert "layer 2 is behind" in refused(path)
+
+
+def test_tokens_taken_back(path):
+    session, _ = grown(path, 3)
+    k, v = tensors(30)
+    with session, flat.open(path) as reader:
+        for wrong in (-1, 31, 5.0):
+            with pytest.raises(InvalidArgument, match="take_back"):
+                session.take_back(wrong)
+        session.append(cut(k, 0, 10), cut(v, 0, 10))
+        session.take_back(40)
+        assert reader.stop == 40
+        session.take_back(12)
+        assert [layer.stop for layer in reader.layers] == [12] * 3
+        session.append(cut(k, 12, 20), cut(v, 12, 20))
+        session.drop_front(5)
+        session.take_back(15)
+        assert (reader.start, reader.stop) == (5, 15)
+        with pytest.raises(InvalidArgument, match="take_back"):
+            session.take_back(0)
+        session.append(cut(k, 15, 20), cut(v, 15, 20))
+        session.commit()
+        assert np.abs(reader.read(1, "k") - k[1][:, 5:20]).max() < 0.05
+    with flat.create(path + "2", MODEL) as session:
+        session.append(k, v, start=7)
+        session.take_back(0)
+        session.append(k, v, start=3)
+        assert (session.start, session.stop) == (3, 33)
+
+
+def test_a_commit_that_failed_in_one_layer_is_the_one_that_is_tried_again(path):
+    """However often: after the next opening, none is two commits behind."""
+    session, _ = grown(path, 1)
+    k, v = tensors(10)
+
+    def fail():
+        raise OSError("no disk")
+
+    session.layers[1]._file.sync = fail
+    for _ in range(3):
+        session.append(k, v)
+        with pytest.raises(OSError, match="no disk"):
+            session.commit()
+    session.close()
+    with flat.open(path, "a") as session:
+        assert [layer.stop for layer in session.layers] == [10] * 3
+        sync = session.layers[2]._file.sync
+        session.layers[2]._file.sync = fail
+        session.append(k, v)
+        with pytest.raises(OSError, match="no disk"):
+            session.commit()
+        session.layers[2]._file.sync = sync
+        session.append(k, v)
+        session.commit()
+    with flat.open(path) as session:
+        assert [layer.stop for layer in session.layers] == [30] * 3
+
+
+def test_what_one_layer_commits_alone_is_not_counted(path):
+    session, _ = grown(path, 1)
+    k, v = tensors(10)
+    with session:
+        for _ in range(5):
+            session.layers[0].append(k[0], v[0])
+            session.layers[0].commit()
+    with flat.open(path) as session:
+        assert session.stop == 10
+    with flat.open(path, "a") as session:
+        assert [layer.stop for layer in session.layers] == [10] * 3

@@ -141,9 +141,24 @@ class AppendableLayer(StoredLayer):
         """Make all appended rows, and what was dropped, durable and visible to others."""
         self._commit(self._state.dropped)
 
-    def _commit_appended(self) -> None:
+    @property
+    def _session_commit(self) -> int:
+        """Number of the session's commit that the committed rows are of."""
+        with self._lock:
+            # What a writer knows to be durable, where a commit has failed.
+            state = self._committed if self.is_appendable else self._commits.load()
+            return state.session_commit
+
+    @property
+    def _has_appended(self) -> bool:
+        """Whether there is something to commit besides what was dropped."""
+        return self._state._replace(dropped=self._committed.dropped) != self._committed
+
+    def _commit_appended(self, session_commit: int) -> None:
         """Commit without what was dropped: for layers that are to drop it together."""
-        self._commit(self._committed.dropped)
+        with self._lock:
+            self._state = self._state._replace(session_commit=session_commit)
+            self._commit(self._committed.dropped)
 
     def _commit(self, dropped: int) -> None:
         with self._lock:
@@ -194,17 +209,23 @@ class AppendableLayer(StoredLayer):
         """Take the newest rows back, so that `stop` is one past the last; durable at once.
 
         Commits what else was appended and dropped. 0 takes all rows back, and leaves a layer that
-        never had any, unless some were dropped.
+        never had any, unless some were dropped. `FlatSession.take_back` is for all layers together.
         """
+        self._take_back(stop, None)
+
+    def _take_back(self, stop: int, session_commit: int | None) -> None:
         with self._lock:
             self._check_writable()
             state = self._state
+            if session_commit is not None:
+                state = state._replace(session_commit=session_commit)
             if stop == 0 and state.start == state.origin:
                 new = state._replace(origin=0, dropped=0, end=0)
             else:
                 where = f"{self._file.where}: take_back"
                 new = state._replace(end=check_whole(stop, where, state.start, state.end))
             if new == state:
+                self._state = new
                 self.commit()
                 return
             hi = new.end - new.origin

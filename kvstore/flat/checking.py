@@ -14,7 +14,7 @@ from typing import Final
 from kvcodecs.errors import Corrupt, KvError, NotFound
 
 from ..identity import Model
-from .folder import layer_file, plain_path, read_session
+from .folder import check_copies, layer_file, plain_path, read_session
 from .layer import FlatLayer
 
 # How often, and after how many seconds, layers that disagree are looked at again.
@@ -88,6 +88,11 @@ def verify(
             if progress is not None:
                 progress(index + 1, len(names))
         difference = _difference(layers)
+        try:
+            check_copies(os.fspath(folder), layers)
+        except Corrupt as error:
+            report.problems.append(error)
+            difference = ""  # opening it cannot mend that
     if difference:
         report.problems.append(
             Corrupt(

@@ -15,12 +15,12 @@ from .header import FORMAT, MAX_POSITION
 COMMIT_OFFSETS: Final = (8192, 12288)
 COMMIT_BYTES: Final = 512
 MAX_SEGMENTS: Final = 1 << 20
-#: The largest sequence number: far more than there ever are.
-MAX_SEQUENCE: Final = 1 << 62
+#: The largest number of a commit, of a layer or its session: far more than there ever are.
+MAX_COMMITS: Final = 1 << 62
 
 _COMMIT_MAGIC: Final = b"KVFC"
-# Magic, format, sequence, origin, dropped, end, segments, epoch, crc of K, crc of V, tag.
-_COMMIT: Final = struct.Struct("<4sIQQQQIIIII")
+# Magic, format, sequence, state, tag.
+_COMMIT: Final = struct.Struct("<4sIQQQQIIIIQI")
 _CRC: Final = struct.Struct("<I")
 
 
@@ -41,6 +41,8 @@ class State(NamedTuple):
         How often rows were taken back.
     k_crc, v_crc
         CRC-32C of the rows of the unfinished checksum block; 0 where there is none.
+    session_commit
+        Number of the commit of its session that the rows are of, counted from 0, none yet.
     """
 
     origin: int = 0
@@ -50,6 +52,7 @@ class State(NamedTuple):
     epoch: int = 0
     k_crc: int = 0
     v_crc: int = 0
+    session_commit: int = 0
 
     @property
     def start(self) -> int:
@@ -74,6 +77,7 @@ def pack_commit(state: State, sequence: int, tag: int) -> bytes:
         state.epoch,
         state.k_crc,
         state.v_crc,
+        state.session_commit,
         tag,
     ).ljust(COMMIT_BYTES - _CRC.size, b"\0")
     return body + _CRC.pack(crc32c(body))
@@ -102,7 +106,8 @@ def unpack_commit(data: bytes, tag: int, where: str) -> tuple[int, State] | None
         raise Unsupported(f"{where}: commit record of format {version}; upgrade to read it")
     if found_tag != tag:
         raise Corrupt(f"{where}: the commit record of another file")
-    possible = state.start <= state.end <= MAX_POSITION and sequence <= MAX_SEQUENCE
+    possible = state.start <= state.end <= MAX_POSITION
+    possible &= max(sequence, state.session_commit) <= MAX_COMMITS
     if not (possible and 1 <= state.n_segments <= MAX_SEGMENTS):
         raise Corrupt(f"{where}: impossible commit record {state}, sequence {sequence}")
     return sequence, state

@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -151,6 +151,7 @@ def open(
             layers.append(layer)
             layer._check_belongs(number, index, model)
         session = FlatSession(os.fspath(folder), model, layers)
+        check_copies(session.where, dict(enumerate(layers)))
         _check_common(session)
         if mode == "a":
             _make_even(session)
@@ -227,6 +228,34 @@ def _check_common(session: FlatSession) -> None:
         )
 
 
+def check_copies(where: str, layers: Mapping[int, FlatLayer]) -> None:
+    """Raise `Corrupt` if the file of a layer is a copy of another time.
+
+    A crash leaves layers that are one commit of the session apart.
+    """
+    before, numbers = None, _session_commits(layers)
+    while numbers != before:  # a writer may have made several commits from one to the other
+        if not numbers or max(numbers.values()) - min(numbers.values()) <= 1:
+            return
+        before, numbers = numbers, _session_commits(layers)
+    oldest, newest = (f(numbers, key=numbers.__getitem__) for f in (min, max))
+    behind = [index for index, number in numbers.items() if number < numbers[newest] - 1]
+    raise Corrupt(
+        f"{where}: {_listed(behind)} behind: {layer_file(oldest)} is of commit {numbers[oldest]}, "
+        f"{layer_file(newest)} of commit {numbers[newest]}, so one of them is a copy of another "
+        "time; restore a copy of that file, or of the whole folder"
+    )
+
+
+def _session_commits(layers: Mapping[int, FlatLayer]) -> dict[int, int]:
+    return {index: layer._session_commit for index, layer in layers.items()}
+
+
+def _listed(indices: Sequence[int]) -> str:
+    names = ", ".join(map(str, indices[:5])) + (", ..." if indices[5:] else "")
+    return f"layer {names} is" if len(indices) == 1 else f"layers {names} are"
+
+
 def _make_even(session: FlatSession) -> None:
     """Take back, and drop, what layers have more than others after a crash in a commit."""
     start, stop = session.start, session.stop
@@ -239,6 +268,9 @@ def _make_even(session: FlatSession) -> None:
     for layer in session.layers:
         layer.drop_front(max(0, start - layer.start))
         layer.commit()
+    newest = max(layer._session_commit for layer in session.layers)
+    for layer in session.layers:  # last: until then a crash leaves what it found
+        layer._commit_appended(newest)
 
 
 def plain_path(path: str | os.PathLike[str]) -> Path:

@@ -27,7 +27,8 @@ class FlatSession:
     A session has the tokens that all of its layers have. A commit makes the layers durable one
     after the other: first what was appended to each, then what was dropped. After a crash in the
     middle the session has the tokens of before, or all of the new ones, and the next writer takes
-    back, or drops, what some layers have more.
+    back, or drops, what some layers have more. Commits are counted, so that an older copy of one
+    layer's file is found, and no layer gives up more than the last commit for it.
 
     Attributes
     ----------
@@ -36,7 +37,8 @@ class FlatSession:
     model
         What it is of.
     layers
-        All of them, in order; also for `FlatLayer.append`, layer by layer.
+        All of them, in order; also for `FlatLayer.append`, layer by layer. What is committed in one
+        of them alone belongs to the session only after the next commit of all.
     """
 
     def __init__(self, where: str, model: Model, layers: Sequence[FlatLayer]) -> None:
@@ -141,10 +143,36 @@ class FlatSession:
     def commit(self) -> None:
         """Make what was appended and dropped durable, in all layers."""
         # A layer that dropped tokens which others do not have yet would leave none in common.
-        for layer in self.layers:
-            layer._commit_appended()
+        if any(layer._has_appended for layer in self.layers):
+            number = self._next_commit()
+            for layer in self.layers:
+                layer._commit_appended(number)
         for layer in self.layers:
             layer.commit()
+
+    def take_back(self, stop: int) -> None:
+        """Take the newest tokens of all layers back, so that `stop` is one past the last.
+
+        Durable at once, after all that was appended and dropped before. 0 takes all tokens back,
+        and leaves a session that never had any, unless some were dropped.
+
+        Raises
+        ------
+        InvalidArgument
+            There are no tokens up to `stop`; nothing is taken back.
+        """
+        is_whole = all(layer.start == layer.origin for layer in self.layers)
+        if not (stop == 0 and is_whole):
+            start = max(layer.start for layer in self.layers)
+            check_whole(stop, f"{self.where}: take_back", start, self.stop)
+        self.commit()
+        number = self._next_commit()
+        for layer in self.layers:
+            layer._take_back(stop, number)
+
+    def _next_commit(self) -> int:
+        """Return the number of the next commit: of that which failed in some layers, if one did."""
+        return min(layer._session_commit for layer in self.layers) + 1
 
     def flush(self) -> None:
         """Commit; it returns when the disk has it."""
