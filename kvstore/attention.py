@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Final, NamedTuple, Protocol, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from kvcodecs.attention import Attention, Rows, check_scale
+from kvcodecs.attention import Rows
 from kvcodecs.errors import Corrupt, InvalidArgument, NotFound
 from kvcodecs.ggml.arrays import dequantise
 from kvcodecs.ggml.schemes import Scheme
 from kvcodecs.plan import available_cpus, check_threads
-from kvcodecs.spec import F32, KINDS, Kind, KState, StreamSpec, float_dtype
-from kvcodecs.tensor import as_array, as_float32
+from kvcodecs.spec import F32, KINDS, Kind, KState, StreamSpec
 
+from .attention_query import Asked, check_query
 from .attention_walk import Walk
 from .pieces import pieces
 from .session import Session
 from .token_range import check_range, check_token
 
-_LAST_QUERY: Final = 1 << 53
 #: How often an attention begins again when rows are dropped under it.
 _TRIES: Final = 16
 
@@ -153,94 +151,10 @@ def attend(
         raise InvalidArgument(f"attend: k_state {k_state!r}, expected 'pre' or 'post'")
     if not isinstance(causal, bool | np.bool_):
         raise InvalidArgument(f"attend: causal {causal!r}: expected True or False")
-    asked = _Asked(q, scale, causal, window, first_query, start, stop, k_state)
+    asked = Asked(q, scale, causal, window, first_query, start, stop, k_state)
     if isinstance(source, Session):
         return _attend_session(asked, source, _layer_number(layer), n_threads)
     return _attend_rows(asked, source, layer, n_threads)
-
-
-class _Asked(NamedTuple):
-    """What the caller asks, not checked yet."""
-
-    q: npt.ArrayLike
-    scale: float | None
-    causal: bool
-    window: int | None
-    first_query: int | None
-    start: int | None
-    stop: int | None
-    k_state: KState
-
-
-@dataclass(frozen=True)
-class _Query:
-    """What is attended with, checked: rows by KV head, and the positions they see."""
-
-    rows: F32
-    shape: tuple[int, ...]
-    scale: float
-    first: npt.NDArray[np.int64]
-    last: npt.NDArray[np.int64]
-    start: int
-    stop: int
-
-    def begin(self, head_dim_v: int, order: npt.NDArray[np.int32] | None) -> Attention:
-        return Attention(
-            self.rows, head_dim_v, scale=self.scale, first=self.first, last=self.last, order=order
-        )
-
-    def finish(self, attention: Attention, where: str) -> F32:
-        try:
-            out = attention.result()
-        except InvalidArgument as error:
-            raise InvalidArgument(f"{where}: {error}") from error
-        return out.reshape(*self.shape[:-1], out.shape[-1])
-
-
-def _query(asked: _Asked, spec: StreamSpec, start: int, stop: int, where: str) -> _Query:
-    """Check queries for a layer that has positions ``[start, stop)``."""
-    q = as_array(asked.q, f"{where}: q")
-    if q.ndim not in (2, 3) or q.shape[-1] != spec.head_dim or q.shape[0] % spec.heads:
-        raise InvalidArgument(
-            f"{where}: q of shape {q.shape}, expected (n_heads, head_dim={spec.head_dim}) or "
-            f"(n_heads, n_queries, head_dim={spec.head_dim}), n_heads a multiple of the "
-            f"{spec.heads} KV heads"
-        )
-    if q.shape[0] == 0:
-        raise InvalidArgument(f"{where}: q of shape {q.shape} has no heads")
-    float_dtype(q.dtype)
-    n_queries = 1 if q.ndim == 2 else q.shape[1]
-    values = as_float32(q.reshape(q.shape[0], n_queries, spec.head_dim))
-    if not np.isfinite(values).all():
-        at = tuple(int(i) for i in np.argwhere(~np.isfinite(values))[0])
-        raise InvalidArgument(f"{where}: q is not finite at head, query, channel {at}")
-    scale = spec.head_dim**-0.5 if asked.scale is None else check_scale(asked.scale, where)
-    first_query = stop - n_queries
-    if asked.first_query is not None:
-        first_query = check_token(asked.first_query, f"{where}: first_query")
-        if not 0 <= first_query <= _LAST_QUERY:
-            raise InvalidArgument(f"{where}: first_query {first_query}: 0 to {_LAST_QUERY}")
-    positions = first_query + np.arange(n_queries, dtype=np.int64)
-    last = np.full(n_queries, stop - 1, np.int64)
-    first = np.full(n_queries, start, np.int64)
-    if asked.causal:
-        last = np.minimum(last, positions)
-    if asked.window is not None:
-        window = check_token(asked.window, f"{where}: window")
-        if window < 1:
-            raise InvalidArgument(f"{where}: window {window}: must be positive, or None")
-        first = np.maximum(first, positions - min(window, _LAST_QUERY) + 1)
-    group = q.shape[0] // spec.heads
-    seen = first <= last
-    return _Query(
-        rows=values.reshape(spec.heads, group * n_queries, spec.head_dim),
-        shape=q.shape,
-        scale=scale,
-        first=np.tile(first, group),
-        last=np.tile(last, group),
-        start=int(first[seen].min()) if seen.any() else stop,
-        stop=int(last[seen].max()) + 1 if seen.any() else stop,
-    )
 
 
 def _layer_number(layer: int | None) -> int:
@@ -250,7 +164,7 @@ def _layer_number(layer: int | None) -> int:
 
 
 def _attend_rows(
-    asked: _Asked, source: RowSession | RowLayer, number: int | None, n_threads: int | None
+    asked: Asked, source: RowSession | RowLayer, number: int | None, n_threads: int | None
 ) -> F32:
     for _ in range(_TRIES - 1):
         try:
@@ -263,7 +177,7 @@ def _attend_rows(
 
 
 def _attend_once(
-    asked: _Asked, source: RowSession | RowLayer, number: int | None, n_threads: int | None
+    asked: Asked, source: RowSession | RowLayer, number: int | None, n_threads: int | None
 ) -> F32:
     layer, where, first, end = _row_layer(source, number)
     try:
@@ -271,7 +185,7 @@ def _attend_once(
     except InvalidArgument as error:
         raise InvalidArgument(f"{where}: {error} to attend to") from error
     start, stop = _inside(asked, first, end, where)
-    query = _query(asked, k, start, stop, where)
+    query = check_query(asked, k, start, stop, where)
     rope = k.rope if layer.k_state == "pre" else None
     if k.rope is not None and asked.k_state == "pre" and layer.k_state == "post":
         raise InvalidArgument(
@@ -318,7 +232,7 @@ def _row_layer(source: object, number: int | None) -> tuple[RowLayer, str, int, 
     raise InvalidArgument(f"attend: source {source!r}: expected a session, or a flat layer")
 
 
-def _inside(asked: _Asked, first: int, end: int, where: str) -> tuple[int, int]:
+def _inside(asked: Asked, first: int, end: int, where: str) -> tuple[int, int]:
     """Return the positions to attend to of ``[first, end)``."""
     stop = end if asked.stop is None else check_token(asked.stop, f"{where}: stop")
     start = min(first, stop) if asked.start is None else check_token(asked.start, f"{where}: start")
@@ -332,7 +246,7 @@ def _inside(asked: _Asked, first: int, end: int, where: str) -> tuple[int, int]:
     return start, stop
 
 
-def _attend_session(asked: _Asked, session: Session, layer: int, n_threads: int | None) -> F32:
+def _attend_session(asked: Asked, session: Session, layer: int, n_threads: int | None) -> F32:
     model, reader = session.model, session._reader
     where = f"{session._where} layer {layer}"
     k = model.stream(layer, "k")
@@ -349,7 +263,7 @@ def _attend_session(asked: _Asked, session: Session, layer: int, n_threads: int 
             for kind in KINDS
         ]
         start = max(lo for lo, _ in ranges)
-        query = _query(asked, k, start, ranges[0][1], where)
+        query = check_query(asked, k, start, ranges[0][1], where)
         order = None if k.rope is None else k.rope.channel_order(k.head_dim)
         attention = query.begin(v.head_dim, order)
         if query.start < query.stop:
