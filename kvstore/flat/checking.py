@@ -14,7 +14,8 @@ from typing import Final
 from kvcodecs.errors import Corrupt, KvError, NotFound
 
 from ..identity import Model
-from .folder import check_copies, layer_file, plain_path, read_session
+from .agreement import check_copies
+from .folder import layer_file, plain_path, read_session
 from .layer import FlatLayer
 
 # How often, and after how many seconds, layers that disagree are looked at again.

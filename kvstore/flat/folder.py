@@ -1,16 +1,15 @@
-"""Folders of flat layers: made whole, opened, and made even after a crash."""
+"""Folders of flat layers: made whole, and opened."""
 
 from __future__ import annotations
 
 import builtins
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, Literal
 
-import numpy as np
 from kvcodecs.errors import Corrupt, InvalidArgument, NotFound, Unsupported
 from kvcodecs.frame import seal_record
 from kvcodecs.spec import KState
@@ -21,6 +20,7 @@ from ..metadata import canonical_json
 from ..mismatch import check_identity
 from ..place import FLAT_PREFIX, FLAT_SIGN, flat_folders
 from ..records import load_json, read_count
+from .agreement import check_common, check_copies, make_even
 from .asking import Schemes, check_path, make_header
 from .file import LayerFile, partial_name
 from .header import Header
@@ -152,9 +152,9 @@ def open(
             layer._check_belongs(number, index, model)
         session = FlatSession(os.fspath(folder), model, layers)
         check_copies(session.where, dict(enumerate(layers)))
-        _check_common(session)
+        check_common(session)
         if mode == "a":
-            _make_even(session)
+            make_even(session)
     except BaseException:
         for layer in layers:
             layer.close()
@@ -216,61 +216,6 @@ def _headers(
         )
         for index in range(model.n_layers)
     ]  # fmt: skip
-
-
-def _check_common(session: FlatSession) -> None:
-    starts = [layer.start for layer in session.layers]
-    stops = [layer.stop for layer in session.layers]
-    if all(stops) and max(starts) > min(stops):
-        raise Corrupt(
-            f"{session.where}: layer {int(np.argmax(starts))} begins at {max(starts)}, and layer "
-            f"{int(np.argmin(stops))} ends at {min(stops)}; restore a copy of the folder"
-        )
-
-
-def check_copies(where: str, layers: Mapping[int, FlatLayer]) -> None:
-    """Raise `Corrupt` if the file of a layer is a copy of another time.
-
-    A crash leaves layers that are one commit of the session apart.
-    """
-    before, numbers = None, _session_commits(layers)
-    while numbers != before:  # a writer may have made several commits from one to the other
-        if not numbers or max(numbers.values()) - min(numbers.values()) <= 1:
-            return
-        before, numbers = numbers, _session_commits(layers)
-    oldest, newest = (f(numbers, key=numbers.__getitem__) for f in (min, max))
-    behind = [index for index, number in numbers.items() if number < numbers[newest] - 1]
-    raise Corrupt(
-        f"{where}: {_listed(behind)} behind: {layer_file(oldest)} is of commit {numbers[oldest]}, "
-        f"{layer_file(newest)} of commit {numbers[newest]}, so one of them is a copy of another "
-        "time; restore a copy of that file, or of the whole folder"
-    )
-
-
-def _session_commits(layers: Mapping[int, FlatLayer]) -> dict[int, int]:
-    return {index: layer._session_commit for index, layer in layers.items()}
-
-
-def _listed(indices: Sequence[int]) -> str:
-    names = ", ".join(map(str, indices[:5])) + (", ..." if indices[5:] else "")
-    return f"layer {names} is" if len(indices) == 1 else f"layers {names} are"
-
-
-def _make_even(session: FlatSession) -> None:
-    """Take back, and drop, what layers have more than others after a crash in a commit."""
-    start, stop = session.start, session.stop
-    for layer in session.layers:
-        if layer.stop > stop:
-            try:
-                layer.take_back(stop)
-            except InvalidArgument as error:
-                raise Corrupt(f"{error}; restore a copy of the folder") from error
-    for layer in session.layers:
-        layer.drop_front(max(0, start - layer.start))
-        layer.commit()
-    newest = max(layer._session_commit for layer in session.layers)
-    for layer in session.layers:  # last: until then a crash leaves what it found
-        layer._commit_appended(newest)
 
 
 def plain_path(path: str | os.PathLike[str]) -> Path:
