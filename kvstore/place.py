@@ -33,6 +33,8 @@ _ZARR_SIGN: Final = os.path.join("_kvstore", "zarr.json")
 FLAT_SIGN: Final = "session"
 #: What archives have and folders of sessions do not.
 ARCHIVE_SIGNS: Final = ("data.mdb", "_kvstore")
+#: Says the same of a folder whose `FLAT_SIGN` was lost.
+_FLAT_LAYER: Final = "layer-00000.kvf"
 _URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
@@ -124,9 +126,12 @@ class Place:
 
 
 def flat_folders(path: str | os.PathLike[str]) -> list[Path]:
-    """Return the folders of flat layers that are there, by name: `path` itself, or in it."""
+    """Return the folders of flat layers that are there, by name: `path` itself, or in it.
+
+    Also those that are damaged, so that whoever opens them can say so.
+    """
     root = os.fspath(path)
-    if os.path.isfile(os.path.join(root, FLAT_SIGN)):
+    if _is_flat(root):
         return [Path(root)]
     if any(os.path.exists(os.path.join(root, sign)) for sign in ARCHIVE_SIGNS):
         return []
@@ -135,7 +140,14 @@ def flat_folders(path: str | os.PathLike[str]) -> list[Path]:
     except OSError:  # no folder, or one that nobody may read: whoever opens it says so
         return []
     found = [os.path.join(root, name) for name in names]
-    return [Path(at) for at in found if os.path.isfile(os.path.join(at, FLAT_SIGN))]
+    return [Path(at) for at in found if _is_flat(at)]
+
+
+def _is_flat(folder: str) -> bool:
+    sign = os.path.join(folder, FLAT_SIGN)
+    # A folder of that name may be a session that is called so.
+    has_sign = os.path.lexists(sign) and not os.path.isdir(sign)
+    return has_sign or os.path.lexists(os.path.join(folder, _FLAT_LAYER))
 
 
 def _no_archive(text: str) -> InvalidArgument:

@@ -160,7 +160,7 @@ def test_what_is_no_file_of_a_layer(tmp_path, path):
     with pytest.raises(NotFound, match="no session"):
         flat.open(folder)
     os.mkfifo(os.path.join(folder, "session"))
-    with pytest.raises(InvalidArgument, match="regular"):
+    with pytest.raises(Corrupt, match="regular"):
         flat.open(folder)
     for wrong in ({"capacity": 1 << 48}, {"max_rows": 1 << 48}, {"capacity": 1 << 47}):
         with pytest.raises((InvalidArgument, Full)):

@@ -14,7 +14,7 @@ from kvcodecs.errors import Corrupt, InvalidArgument, NotFound, Unsupported
 from kvcodecs.frame import seal_record
 from kvcodecs.spec import KState
 
-from ..files import sync_folder
+from ..files import read_file, sync_folder
 from ..identity import Model, check_model
 from ..metadata import canonical_json
 from ..mismatch import check_identity
@@ -22,7 +22,7 @@ from ..place import FLAT_PREFIX, FLAT_SIGN, flat_folders
 from ..records import load_json, read_count
 from .agreement import check_common, check_copies, make_even
 from .asking import Schemes, check_path, make_header
-from .file import LayerFile, partial_name
+from .file import partial_name
 from .header import Header
 from .layer import FlatLayer
 from .session import FlatSession
@@ -31,6 +31,7 @@ from .system_errors import translate
 SESSION_MAGIC: Final = b"KVFS"
 SESSION_FILE: Final = FLAT_SIGN
 FORMAT: Final = 1
+_MOST_BYTES: Final = 64 << 20
 
 
 def create(
@@ -227,19 +228,18 @@ def read_session(folder: Path) -> tuple[Model, int]:
     """Return the model of a session and its number; `NotFound`, `Corrupt` or `Unsupported`."""
     where = os.fspath(folder / SESSION_FILE)
     try:
-        file = LayerFile.open(where, write=False, pread=True)
+        data = read_file(where, _MOST_BYTES)
     except NotFound:
-        inside = [repr(os.fspath(found)) for found in flat_folders(folder)]
+        found = flat_folders(folder)
+        if found == [folder]:
+            raise Corrupt(f"{where}: missing; restore a copy of the folder") from None
+        inside = [repr(os.fspath(path)) for path in found]
         several = f"{', '.join(inside[:3])}, ... ({len(inside)})" if inside[3:] else None
         raise NotFound(
             f"{folder}: a folder of sessions: open {several or ' or '.join(inside)}"
             if inside
             else f"{folder}: no session of flat layers there"
         ) from None
-    try:
-        data = file.read(0, file.size).tobytes()
-    finally:
-        file.close()
     fields: Mapping[str, Any] = load_json(SESSION_MAGIC, data, where)
     version = fields.get("format")
     if type(version) is not int or version < 1:

@@ -11,7 +11,7 @@ from typing import Any
 from kvcodecs.errors import Corrupt, KvError, Truncated
 
 from kvstore import flat
-from kvtools.flat_sessions import FlatInfo, FlatStream, damaged_about, described
+from kvtools.flat_sessions import FlatInfo, FlatStream, described, problems_beside
 from kvtools.info import IDENTITY, geometry_text, metadata_text, rope_text
 from kvtools.terminal import (
     count_text,
@@ -100,9 +100,7 @@ def verify(args: argparse.Namespace, folders: list[Path]) -> int:
                 ),
             )
             problems += report.problems
-            about = damaged_about(folder)
-            if about is not None:
-                problems.append(about)
+            problems += problems_beside(folder, sound=not report.problems)
             n_layers += report.n_layers
             n_blocks += report.n_blocks
             n_bytes += report.n_bytes

@@ -201,10 +201,13 @@ def describe(folder: Path) -> FlatInfo:
         )
 
 
-def damaged_about(folder: Path) -> KvError | None:
-    """Return what is wrong with the ``session.json`` of a session, if there is one."""
+def problems_beside(folder: Path, *, sound: bool) -> list[KvError]:
+    """Return what is wrong with what a migration left beside layers.
+
+    That they and their rows fit is looked at where the layers are `sound`.
+    """
     try:
-        FlatSource(folder)
+        source = FlatSource(folder)
     except KvError as error:
-        return error
-    return None
+        return [error]
+    return list(source.problems()) if sound else []

@@ -90,7 +90,7 @@ def write_session(
         write_ids(folder / IDS_FILE, ids)
     if verify:
         _check_written(folder, about)
-    data = sidecar_data(FORMAT, item.name, record, item.model, about)
+    data = sidecar_data(FORMAT, item.name, record, item.model, about, ids)
     write_json(folder / SESSION_FILE, data)  # last: with it the session is whole
     return n_bytes, record is not item.record
 

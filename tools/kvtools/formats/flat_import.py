@@ -10,14 +10,16 @@ kept after RoPE comes as raw values, to be coded anew.
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 from kvcodecs.codec import BlockCodec, codec_by_number
-from kvcodecs.errors import Corrupt, NotFound
+from kvcodecs.errors import Corrupt, KvError, NotFound
 from kvcodecs.frame import (
+    HEADER_BYTES,
     ErrorStats,
     extend_crc32c,
     header_tag,
@@ -31,11 +33,12 @@ from kvcodecs.rope import to_coded
 
 import kvstore
 from kvstore import flat, keys
+from kvstore.files import read_file
 from kvstore.flat.file import Bytes
-from kvstore.migration.needed import make_item
 from kvstore.place import FLAT_PREFIX, flat_folders
 from kvstore.records import HEADER_MAGIC
 from kvstore.session_record import SessionRecord, StreamName
+from kvstore.token_ids import Ids
 from kvtools.formats.flat_export import FORMAT, FRONT_SUFFIX, checksum
 from kvtools.formats.flat_record import check_schemes, is_rotated, new_record
 from kvtools.formats.importing import Incoming
@@ -43,12 +46,12 @@ from kvtools.formats.session_folder import (
     IDS_FILE,
     SESSION_FILE,
     Sidecar,
-    read_ids_file,
+    read_ids,
     read_json,
     read_sidecar,
     unpack_errors,
 )
-from kvtools.formats.stream_copy import first_id, raw_payload, stream_file
+from kvtools.formats.stream_copy import raw_payload, stream_file
 
 
 class FlatSource:
@@ -68,13 +71,35 @@ class FlatSource:
             record = self._record = self._find_record(session)
             model, is_post = session.model, is_rotated(session)
             left_out = self._left_out(session)
-        ids = None
-        if record.has_ids:
-            ids = read_ids_file(self.folder / IDS_FILE, record.n_tokens - first_id(record))
-        where = f"{archive.path}: session {self.name!r}"
-        item = make_item(self.name, record.pack(self.name), record, model, where)
         why = f"{self.folder}: keeps K after RoPE, archives keep it before" if is_post else ""
-        return Incoming(archive, item, ids, only_anew=why, left_out=left_out)
+        return Incoming.of(
+            *(archive, self.name, record, model, self._ids(record)),
+            only_anew=why,
+            left_out=left_out,
+        )
+
+    def problems(self) -> Iterator[KvError]:
+        """Yield what is wrong with what is beside sound layers, of all that an archive needs."""
+        if self.sidecar is None:
+            return
+        try:
+            with flat.open(self.folder) as session:
+                record = self._find_record(session)
+                for stream in (None, *record.streams):
+                    try:
+                        if stream is None:
+                            self._ids(record)
+                        elif self._known_stop:
+                            deque(self._stream(session, record, stream), maxlen=0)
+                    except KvError as error:
+                        yield error
+        except KvError as error:
+            yield error
+
+    def _ids(self, record: SessionRecord) -> Ids | None:
+        if self.sidecar is None or not record.has_ids:
+            return None
+        return read_ids(self.folder / IDS_FILE, self.sidecar)
 
     def is_about(self, session: flat.FlatSession) -> bool:
         """Whether ``session.json`` is about the tokens that there are."""
@@ -120,7 +145,7 @@ class FlatSource:
         if not (first == session.start and first < stop < session.stop):
             return False
         return all(
-            checksum(session, stream, stop) == known.streams[stream_file(*stream)]["crc32c"]
+            checksum(session, stream, stop) == known.streams[stream_file(*stream)].get("crc32c")
             for stream in session.model.streams()
         )
 
@@ -165,7 +190,7 @@ class FlatSource:
         if not state.has_header:
             return
         codec, header = self._coding(session, record, stream)
-        front = self._front(record, stream)
+        front = self._front(session, record, stream)
         size, n_all, crc = state.block_tokens, max(record.n_tokens - state.start, 0), 0
         errors = self._errors(stream, record.n_tokens) if self._known_stop else iter(())
         for block in range(-(-n_all // size)):
@@ -177,8 +202,11 @@ class FlatSource:
                 rows = session.layer(layer).stored_rows(kind, min(at, stop), stop)
                 crc = extend_crc32c(crc, rows.reshape(-1))
                 if at > first:
-                    if len(front) != at - first:
-                        raise Corrupt(f"{self.folder / name}{FRONT_SUFFIX}: {len(front)} rows")
+                    if len(front) != min(at, stop) - first:
+                        raise Corrupt(
+                            f"{self.folder / SESSION_FILE}: {len(front)} rows of {name} before the "
+                            f"first token, in blocks of {size}"
+                        )
                     rows = np.concatenate([front, rows])
                 payload = rows.reshape(-1)
             else:
@@ -216,35 +244,36 @@ class FlatSource:
         if self.sidecar is None or self._known_stop != record.n_tokens:
             return
         layer, kind = stream
-        if self.sidecar.streams[stream_file(layer, kind)].get("crc32c", crc) != crc:
+        if self.sidecar.streams[stream_file(layer, kind)].get("crc32c") != crc:
             raise Corrupt(
                 f"{self.folder}: rows of layer {layer} {kind} are not those that were written; "
                 f"delete {self.folder / SESSION_FILE} to take them as they are, as a session "
                 "without token ids"
             )
 
-    def _front(self, record: SessionRecord, stream: StreamName) -> Bytes:
+    def _front(self, session: flat.FlatSession, record: SessionRecord, stream: StreamName) -> Bytes:
         """Return the rows of a stream before the first token; none where it begins a block."""
         state, (layer, kind) = record.streams[stream], stream
         n = min(record.first, record.n_tokens) - state.start
         if n <= 0:
             return np.empty((0, 0), np.uint8)
         path = self.folder / f"{stream_file(layer, kind)}{FRONT_SUFFIX}"
-        try:
-            head, payload = open_frame(path.read_bytes(), str(path))
-        except FileNotFoundError:
-            raise NotFound(f"{path}: not there") from None
+        row_bytes = session.layer(layer).header.row_bytes(kind)
+        head, payload = open_frame(read_file(path, n * row_bytes + HEADER_BYTES), str(path))
         found = head.owner, head.layer, head.kind, head.first_token, head.n_tokens
         owner = record.owner if self.sidecar is None else self.sidecar.record.owner
-        if found != (owner, layer, kind, state.start, n):
+        if found != (owner, layer, kind, state.start, n) or len(payload) != n * row_bytes:
             raise Corrupt(f"{path}: the first rows of another stream")
-        return np.frombuffer(payload, np.uint8).reshape(n, -1)
+        return np.frombuffer(payload, np.uint8).reshape(n, row_bytes)
 
 
 def read_about(folder: Path) -> Sidecar | None:
     """Return what ``session.json`` says, None where there is none."""
     path = folder / SESSION_FILE
-    return read_sidecar(read_json(path), FORMAT, path) if path.exists() else None
+    try:
+        return read_sidecar(read_json(path), FORMAT, path)
+    except NotFound:
+        return None
 
 
 def sessions(folder: str) -> list[FlatSource]:

@@ -7,18 +7,20 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from kvcodecs.errors import InvalidArgument, KvError
 
 import kvstore
-from kvstore import keys
+from kvstore import Model, keys
 from kvstore.backend import Transaction
 from kvstore.migration.destination import move_into_place, partial_folder
 from kvstore.migration.moving import Target
-from kvstore.migration.needed import BATCH_BYTES, Item
+from kvstore.migration.needed import BATCH_BYTES, Item, make_item
 from kvstore.migration.publishing import publish
 from kvstore.migration.work import check_values, remove
 from kvstore.place import Place
+from kvstore.session_record import SessionRecord, check_record
 from kvstore.token_ids import CHUNK_TOKENS, Ids, pack_ids
 from kvstore.users import is_prefix, users_of
 
@@ -85,6 +87,27 @@ class Incoming:
     n_bytes: int = 0
     _values: list[tuple[bytes, bytes]] = field(default_factory=list)
     _n_waiting: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        archive: kvstore.Archive,
+        name: str,
+        record: SessionRecord,
+        model: Model,
+        ids: Ids | None,
+        **more: Any,
+    ) -> Incoming:
+        """Return a session whose record the archive will be able to read; `more` are attributes.
+
+        Raises
+        ------
+        InvalidArgument
+            It would not.
+        """
+        where = f"{archive.path}: session {name!r}"
+        value = check_record(record, name, model, where)
+        return cls(archive, make_item(name, value, record, model, where), ids, **more)
 
     def store(self, values: Iterable[tuple[bytes, bytes]], *, verify: bool) -> None:
         """Store its values and publish it; nothing of it stays if that fails.

@@ -1,7 +1,8 @@
 """Folders with a folder per session: their names, and what is said about a session beside its data.
 
 ``session.json`` has the session record and the model as archives have them, and of each stream what
-its format cannot say. Token ids are in ``token_ids.i64``: int64, little-endian.
+its format cannot say. Token ids are in ``token_ids.i64``: int64, little-endian. Whatever is in the
+place of one of these files, reading it ends, with an error that names it.
 """
 
 from __future__ import annotations
@@ -18,12 +19,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from kvcodecs.errors import Corrupt, KvError, NotFound, Unsupported
-from kvcodecs.frame import ErrorStats, open_record
+from kvcodecs.errors import Corrupt, InvalidArgument, KvError, NotFound, Unsupported
+from kvcodecs.frame import ErrorStats, crc32c, open_record
+from kvcodecs.spec import StreamSpec
 
 from kvstore import Model
-from kvstore.session_record import SESSION_MAGIC, SessionRecord, unpack_session
+from kvstore.files import read_file
+from kvstore.keys import check_name
+from kvstore.session_record import SESSION_MAGIC, SessionRecord, check_record, unpack_session
 from kvstore.token_ids import Ids
+from kvtools.formats.stream_copy import first_id, stream_file
 
 SESSION_FILE = "session.json"
 #: Zarr's attributes of a group, which say the same in folders of arrays.
@@ -33,16 +38,26 @@ VERSION = 1
 _ERROR = struct.Struct("<ddQ")
 #: Longest name of a file; a session's may be longer once it is escaped.
 _MAX_FOLDER_BYTES = 200
+_MOST_JSON_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Sidecar:
-    """What ``session.json`` says."""
+    """What ``session.json`` says.
+
+    Attributes
+    ----------
+    streams
+        An object for each stream, by `stream_file`; none of files that nothing is said about.
+    ids_crc32c
+        Of the token ids, 8 hex digits; None without them.
+    """
 
     name: str
     record: SessionRecord
     model: Model
-    streams: dict[str, Any]
+    streams: dict[str, dict[str, Any]]
+    ids_crc32c: str | None = None
 
 
 def folder_name(name: str) -> str:
@@ -64,15 +79,22 @@ def folder_name(name: str) -> str:
 
 
 def sidecar_data(
-    what: str, name: str, record: SessionRecord, model: Model, streams: dict[str, Any]
+    what: str,
+    name: str,
+    record: SessionRecord,
+    model: Model,
+    streams: dict[str, Any],
+    ids: Ids | None,
 ) -> dict[str, Any]:
     """Return what is said about a session, as JSON."""
+    about_ids = {} if ids is None else {"token_ids": {"crc32c": _checksum(_ids_bytes(ids))}}
     return {
         "format": what,
         "version": VERSION,
         "name": name,
         "record": json.loads(bytes(open_record(SESSION_MAGIC, record.pack(name)))),
         "model": model.to_json(),
+        **about_ids,
         "streams": streams,
     }
 
@@ -84,10 +106,9 @@ def write_json(path: Path, data: object) -> None:
 
 def read_json(path: Path) -> Any:
     """Read a JSON file; `NotFound` if there is none, `Corrupt` if it is not JSON."""
+    data = read_file(path, _MOST_JSON_BYTES)
     try:
-        return json.loads(path.read_bytes())
-    except (FileNotFoundError, NotADirectoryError):
-        raise NotFound(f"{path}: not there") from None
+        return json.loads(data)
     except (ValueError, RecursionError) as error:
         raise Corrupt(f"{path}: not JSON: {error}") from error
 
@@ -109,11 +130,24 @@ def read_sidecar(data: Any, what: str, path: Path) -> Sidecar:
         record = unpack_session(data["record"], model.streams(), str(path))
         if record.model != model.digest or record.parts or record.id_parts:
             raise Corrupt(f"{path}: the record is not of this model, or shares frames")
-        return Sidecar(str(data["name"]), record, model, dict(data["streams"]))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        name = check_name(data["name"])
+        check_record(record, name, model, "record")
+        streams = {file: data["streams"][file] for file in _stream_files(model)}
+        if not all(isinstance(about, dict) for about in streams.values()):
+            raise Corrupt(f"{path}: streams that are no objects")
+        ids_crc32c = str(data["token_ids"]["crc32c"]) if record.has_ids else None
+        return Sidecar(name, record, model, streams, ids_crc32c)
+    except InvalidArgument as error:
+        text = str(error)
+        raise Corrupt(text if str(path) in text else f"{path}: {text}") from error
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         if isinstance(error, KvError):
             raise
         raise Corrupt(f"{path}: {error!r}") from error
+
+
+def _stream_files(model: Model) -> list[str]:
+    return [stream_file(layer, kind) for layer, kind in model.streams()]
 
 
 def session_folders(root: Path) -> list[Path]:
@@ -139,24 +173,40 @@ def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> int:
 
 def write_ids(path: Path, ids: Ids) -> None:
     """Write token ids."""
-    write_file(path, [ids.astype("<i8").tobytes()])
+    write_file(path, [_ids_bytes(ids)])
 
 
-def read_ids_file(path: Path, n_expected: int) -> Ids:
-    """Read token ids.
+def read_ids(path: Path, sidecar: Sidecar) -> Ids | None:
+    """Read the token ids of a session; None if it has none.
 
     Raises
     ------
-    Corrupt
-        Another number of them.
+    NotFound, Corrupt
+        Not there, or others than were written.
     """
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        raise NotFound(f"{path}: not there") from None
-    if len(data) != 8 * n_expected:
-        raise Corrupt(f"{path}: {len(data)} bytes, expected {n_expected} token ids of 8")
+    record = sidecar.record
+    if not record.has_ids:
+        return None
+    n = record.n_tokens - first_id(record)
+    data = read_file(path, 8 * n) if n else b""
+    if len(data) != 8 * n:
+        raise Corrupt(f"{path}: {len(data)} bytes, expected {n} token ids of 8")
+    if _checksum(data) != sidecar.ids_crc32c:
+        raise Corrupt(f"{path}: not the token ids that were written; restore a copy")
     return np.frombuffer(data, "<i8").astype(np.int64)
+
+
+def _ids_bytes(ids: Ids) -> bytes:
+    return ids.astype("<i8").tobytes()
+
+
+def _checksum(data: bytes) -> str:
+    return f"{crc32c(data):08x}"
+
+
+def most_bytes(spec: StreamSpec, n_tokens: int) -> int:
+    """Return how long a block with its header may be: no codec takes 8 bytes for a value."""
+    return 8 * spec.channels * (n_tokens + 64) + 4096
 
 
 def pack_errors(errors: Iterable[ErrorStats]) -> str:

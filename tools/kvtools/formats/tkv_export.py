@@ -108,7 +108,7 @@ def write_session(
         for name, entry in about.items():
             if entry and checksum(folder / f"{name}.tkv") != entry["crc32c"]:
                 raise Corrupt(f"{folder / name}.tkv: is not what was written")
-    data = sidecar_data(FORMAT, item.name, record, item.model, about)
+    data = sidecar_data(FORMAT, item.name, record, item.model, about, ids)
     write_json(folder / SESSION_FILE, data)  # last: with it the session is whole
     return n_bytes, record is not item.record
 

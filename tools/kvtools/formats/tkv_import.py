@@ -8,6 +8,7 @@ of which only the geometry is known, with errors that nobody knows.
 from __future__ import annotations
 
 import mmap
+import os
 import re
 import secrets
 import time
@@ -25,8 +26,8 @@ from kvcodecs.tkv1.params import TKV1Params
 
 import kvstore
 from kvstore import LayerSpec, Model, keys
+from kvstore.files import read_file
 from kvstore.identity import MAX_LAYERS
-from kvstore.migration.needed import Item, make_item
 from kvstore.records import HEADER_MAGIC
 from kvstore.session_record import SessionRecord, StreamState
 from kvtools.formats.importing import Incoming
@@ -35,12 +36,13 @@ from kvtools.formats.session_folder import (
     IDS_FILE,
     SESSION_FILE,
     Sidecar,
-    read_ids_file,
+    most_bytes,
+    read_ids,
     read_json,
     read_sidecar,
     unpack_errors,
 )
-from kvtools.formats.stream_copy import first_id, stream_file
+from kvtools.formats.stream_copy import stream_file
 from kvtools.formats.tkv_export import FORMAT, checksum
 
 _STREAM = re.compile(r"([kv])_([0-9]{1,6})\.tkv")
@@ -52,23 +54,17 @@ class TkvSession:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         path = folder / SESSION_FILE
+        self.is_bare = not os.path.lexists(path)
         self._sidecar = (
-            read_sidecar(read_json(path), FORMAT, path) if path.exists() else _guess(folder)
+            _guess(folder) if self.is_bare else read_sidecar(read_json(path), FORMAT, path)
         )
         self.name = self._sidecar.name
-        self.is_bare = not path.exists()
 
     def incoming(self, archive: kvstore.Archive) -> Incoming:
         """Return the session as it will be in an archive."""
-        record, n_ids = self._sidecar.record, self._sidecar.record.n_tokens
-        ids = None
-        if record.has_ids:
-            ids = read_ids_file(self.folder / IDS_FILE, n_ids - first_id(record))
-        where = f"{archive.path}: session {self.name!r}"
-        item: Item = make_item(
-            self.name, record.pack(self.name), record, self._sidecar.model, where
-        )
-        return Incoming(archive, item, ids)
+        sidecar = self._sidecar
+        ids = read_ids(self.folder / IDS_FILE, sidecar)
+        return Incoming.of(archive, self.name, sidecar.record, sidecar.model, ids)
 
     def values(self) -> Iterator[tuple[bytes, bytes]]:
         """Yield headers, frames and heads.
@@ -88,15 +84,15 @@ class TkvSession:
         about = self._sidecar.streams.get(name, {})
         if state.has_header:
             path = self.folder / f"{name}.tkv"
-            if "crc32c" in about and checksum(_there(path)) != about["crc32c"]:
+            if not self.is_bare and checksum(_there(path)) != about.get("crc32c"):
                 raise Corrupt(
                     f"{path}: is not what was written; delete {self.folder / SESSION_FILE} to take "
                     "the files as they are, as a session of an unknown model"
                 )
             yield from self._frames(path, layer, kind, state, about)
         if state.n_head:
-            path = self.folder / f"{name}.head"
-            data = _there(path).read_bytes()
+            path, spec = self.folder / f"{name}.head", self._sidecar.model.stream(layer, kind)
+            data = read_file(path, most_bytes(spec, state.n_head))
             head, _ = open_frame(data, str(path))
             found = head.owner, head.layer, head.kind, head.first_token, head.n_tokens
             if found != (record.owner, layer, kind, state.start, state.n_head):
@@ -191,7 +187,7 @@ def _guess(folder: Path) -> Sidecar:
         layer = int(match[2])
         if layer >= MAX_LAYERS:
             raise InvalidArgument(f"{path}: layers are numbered 0 to {MAX_LAYERS - 1}")
-        file = TkvFile.parse(path.read_bytes())
+        file = TkvFile.parse(_mapped(_there(path)))
         kind: Kind = "k" if match[1] == "k" else "v"
         if file.params.kind != kind:
             raise Corrupt(f"{path}: is {file.params.kind.upper()} by its header")

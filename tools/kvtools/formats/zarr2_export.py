@@ -86,7 +86,7 @@ def write_session(
     if ids is not None:
         n_bytes += _write_plain(folder / IDS_NAME, ids.astype("<i8"))
     attributes = {
-        "kvstore": sidecar_data(FORMAT, item.name, record, item.model, about),
+        "kvstore": sidecar_data(FORMAT, item.name, record, item.model, about, ids),
         "session": item.name,
         "k": "before RoPE, in coded channel order",
     }

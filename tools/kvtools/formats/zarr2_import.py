@@ -21,18 +21,20 @@ from kvcodecs.spec import Kind, StreamSpec
 
 import kvstore
 from kvstore import keys
-from kvstore.migration.needed import make_item
+from kvstore.files import read_file
 from kvstore.records import HEADER_MAGIC
 from kvstore.session_record import StreamState
 from kvtools.formats.importing import Incoming
 from kvtools.formats.session_folder import (
     ZARR2_FILE,
+    most_bytes,
+    read_ids,
     read_json,
     read_sidecar,
     session_folders,
     unpack_errors,
 )
-from kvtools.formats.stream_copy import first_id, raw_payload, stream_file
+from kvtools.formats.stream_copy import raw_payload, stream_file
 from kvtools.formats.zarr2_export import FORMAT, HEAD_SUFFIX, IDS_NAME, decode_payload
 
 
@@ -50,14 +52,9 @@ class Zarr2Session:
 
     def incoming(self, archive: kvstore.Archive) -> Incoming:
         """Return the session as it will be in an archive."""
-        record, model = self._sidecar.record, self._sidecar.model
-        ids = None
-        if record.has_ids:
-            n = record.n_tokens - first_id(record)
-            ids = self._plain(self.folder / IDS_NAME, (n,), "<i8").astype(np.int64)
-        where = f"{archive.path}: session {self.name!r}"
-        item = make_item(self.name, record.pack(self.name), record, model, where)
-        return Incoming(archive, item, ids)
+        sidecar = self._sidecar
+        ids = read_ids(self.folder / IDS_NAME / "0", sidecar)
+        return Incoming.of(archive, self.name, sidecar.record, sidecar.model, ids)
 
     def values(self) -> Iterator[tuple[bytes, bytes]]:
         """Yield headers, frames and heads; see `TkvSession.values`."""
@@ -68,15 +65,13 @@ class Zarr2Session:
         record = self._sidecar.record
         state = record.streams[layer, kind]
         name = stream_file(layer, kind)
-        about = self._sidecar.streams.get(name)
-        if not isinstance(about, dict):
-            raise Corrupt(f"{self.folder / ZARR2_FILE}: nothing about {name}")
+        about = self._sidecar.streams[name]
         try:
             if state.has_header:
                 yield from self._frames(self.folder / name, layer, kind, state, about)
             if state.n_head:
                 yield self._head(self.folder / f"{name}{HEAD_SUFFIX}", layer, kind, state, about)
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             if isinstance(error, KvError):
                 raise
             raise Corrupt(f"{self.folder / name}: {error!r}") from error
@@ -92,7 +87,7 @@ class Zarr2Session:
         header = base64.b64decode(about["header"]) if not n_blocks else b""
         for block, error in enumerate(errors):
             path = folder / f"0.{block}.0"
-            params, payload, original, n_there = self._chunk(path, codec, spec, about)
+            params, payload, original, n_there = self._chunk(path, codec, spec, size, about)
             if header and original != header:
                 raise Corrupt(f"{path}: coded with other statistics than the chunks before")
             header = original
@@ -128,13 +123,10 @@ class Zarr2Session:
         yield key, seal_record(HEADER_MAGIC, bytes([codec.number]) + header)
 
     def _chunk(
-        self, path: Path, codec: BlockCodec, spec: StreamSpec, about: dict[str, Any]
+        self, path: Path, codec: BlockCodec, spec: StreamSpec, size: int, about: dict[str, Any]
     ) -> tuple[Any, memoryview, bytes, int]:
         """Return parameters and payload of a chunk, the stream's header as it was, and tokens."""
-        try:
-            data = memoryview(path.read_bytes())
-        except FileNotFoundError:
-            raise NotFound(f"{path}: not there") from None
+        data = memoryview(read_file(path, most_bytes(spec, size)))
         try:
             head, header, rest = read_head(data)
             found = BLOCK_CODECS.get(head.layout), head.kind, head.heads, head.head_dim
@@ -174,10 +166,7 @@ class Zarr2Session:
         n_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
         if not n_bytes:
             return np.empty(shape, dtype)
-        try:
-            data = path.read_bytes()
-        except FileNotFoundError:
-            raise NotFound(f"{path}: not there") from None
+        data = read_file(path, n_bytes)
         if len(data) != n_bytes:
             raise Corrupt(f"{path}: {len(data)} bytes, expected {n_bytes}")
         return np.frombuffer(data, dtype).reshape(shape)
