@@ -168,6 +168,7 @@ def wrap(case):
     case.commit()
 
 
+SLOW = pytest.mark.slow
 CASES = [
     (Layer, grow, {"capacity": 16}),
     (Layer, drop, {"capacity": 16}),
@@ -272,7 +273,7 @@ def kill_everywhere(tmp_path, kind, story, options, n, step, torn):
 @pytest.mark.parametrize(("kind", "story", "options"), CASES, ids=ids)
 def test_killed(tmp_path, kind, story, options):
     """At some of the moments, with the write of that moment half done."""
-    kill_everywhere(tmp_path, kind, story, options, 0, 11 if kind is Layer else 29, True)
+    kill_everywhere(tmp_path, kind, story, options, 0, 19 if kind is Layer else 53, True)
 
 
 @pytest.mark.slow
@@ -282,9 +283,12 @@ def test_killed_at_many_moments(tmp_path, kind, story, options):
     kill_everywhere(tmp_path, kind, story, options, 1, 3 if kind is Layer else 10, False)
 
 
+STEPS = [(Layer, 2), (Session, 5), *(pytest.param(x, 1, marks=SLOW) for x in (Layer, Session))]
+
+
 @pytest.mark.usefixtures("no_waiting")
-@pytest.mark.parametrize("kind", [Layer, Session])
-def test_killed_while_it_is_made(tmp_path, kind):
+@pytest.mark.parametrize(("kind", "step"), STEPS)
+def test_killed_while_it_is_made(tmp_path, kind, step):
     path = str(tmp_path / "made")
     n, ended = 0, False
     while not ended:
@@ -302,7 +306,7 @@ def test_killed_while_it_is_made(tmp_path, kind):
                 kind.open(path)
             kind.make(path).close()  # what is left is in nobody's way
             remove(path)
-        n += 1
+        n += step
     assert n > 4
 
 
@@ -415,7 +419,7 @@ def lose_power(tmp_path, monkeypatch, kind, story, options, step):
 @pytest.mark.usefixtures("no_waiting")
 @pytest.mark.parametrize(("kind", "story", "options"), CASES, ids=ids)
 def test_power_is_lost(tmp_path, monkeypatch, kind, story, options):
-    lose_power(tmp_path, monkeypatch, kind, story, options, 7 if kind is Layer else 19)
+    lose_power(tmp_path, monkeypatch, kind, story, options, 13 if kind is Layer else 37)
 
 
 @pytest.mark.slow

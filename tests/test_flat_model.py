@@ -160,13 +160,9 @@ class Layer(Rows):
 
     @rule(fraction=FRACTION)
     def take_back(self, fraction):
-        n = int(fraction * len(self.rows))
-        if n < len(self.rows):
-            del self.rows[n:]
-            self.target.take_back(self.stop)
-            self.durable = self.start, list(self.rows)
-        else:
-            self.target.take_back(self.stop)
+        del self.rows[int(fraction * len(self.rows)) :]
+        self.target.take_back(self.stop)
+        self.durable = self.start, list(self.rows)
 
     @rule(a=FRACTION, b=FRACTION)
     def read_rows(self, a, b):
@@ -311,15 +307,21 @@ def machine(kind, name, examples, slow=False, **attributes):
 
 
 RING = {"options": {"max_rows": MAX_ROWS}, "is_ring": True}
-TestMapped = machine(Layer, "Mapped", 12, options={})
-TestPread = machine(Layer, "Pread", 8, options={"pread": True, "sparse": True})
-TestMemory = machine(Layer, "Memory", 8, options={}, has_name=False)
-TestRing = machine(Layer, "Ring", 12, **RING)
-TestSession = machine(Session, "Sessions", 8, options={})
-TestRingSession = machine(Session, "RingSession", 8, **RING)
-TestMappedLong = machine(Layer, "Mapped", 20, slow=True, options={})
-TestRingLong = machine(Layer, "Ring", 20, slow=True, **RING)
-TestRingSessionLong = machine(Session, "RingSession", 20, slow=True, **RING)
+MAPPED = {"options": {}}
+PREAD = {"options": {"pread": True, "sparse": True}}
+MEMORY = {"options": {}, "has_name": False}
+TestMapped = machine(Layer, "Mapped", 6, **MAPPED)
+TestPread = machine(Layer, "Pread", 4, **PREAD)
+TestMemory = machine(Layer, "Memory", 4, **MEMORY)
+TestRing = machine(Layer, "Ring", 6, **RING)
+TestSession = machine(Session, "Sessions", 4, **MAPPED)
+TestRingSession = machine(Session, "RingSession", 4, **RING)
+TestMappedLong = machine(Layer, "Mapped", 25, slow=True, **MAPPED)
+TestPreadLong = machine(Layer, "Pread", 10, slow=True, **PREAD)
+TestMemoryLong = machine(Layer, "Memory", 10, slow=True, **MEMORY)
+TestRingLong = machine(Layer, "Ring", 25, slow=True, **RING)
+TestSessionLong = machine(Session, "Sessions", 10, slow=True, **MAPPED)
+TestRingSessionLong = machine(Session, "RingSession", 25, slow=True, **RING)
 
 
 @pytest.fixture(autouse=True)
