@@ -10,8 +10,10 @@ import pytest
 from kvcodecs.errors import Corrupt, InvalidArgument, KvError, Truncated
 from kvcodecs.frame import crc32c, open_record, seal_record
 
+from kvstore import Model, flat
 from kvstore.flat import FlatLayer
 from kvstore.flat.commit_record import COMMIT_OFFSETS, MAX_SEGMENTS, pack_commit
+from kvstore.flat.folder import SESSION_MAGIC
 from kvstore.flat.header import HEADER_BYTES, HEADER_MAGIC
 
 
@@ -110,6 +112,21 @@ def test_headers_with_wrong_fields(path, field):
 #: What a writer may say too; `heads` and others of a layer are a matter of its session.
 FINE = [("session", 5), ("session", 1 << 62), ("layer", 5), ("layer", 1 << 62)]
 FINE += [("session", 0), ("layer", 0)]
+
+
+@pytest.mark.parametrize("field", ["model", "session", "rope", "layers", "name"])
+def test_sessions_with_wrong_fields(tmp_path, field):
+    path, model = tmp_path / "chat", Model.uniform(name="m", n_layers=2, n_kv_heads=1, head_dim=32)
+    flat.create(path, model).close()
+    whole = json.loads(bytes(open_record(SESSION_MAGIC, (path / "session").read_bytes())))
+    for wrong in WRONG:
+        if (field, wrong) == ("name", "x"):
+            continue
+        data = {**whole, "model": {**whole["model"]}}
+        (data if field in data else data["model"])[field] = wrong
+        (path / "session").write_bytes(seal_record(SESSION_MAGIC, json.dumps(data).encode()))
+        with pytest.raises(KvError, match="chat/"):
+            flat.open(path)
 
 
 def test_a_ring_of_no_rows(path):

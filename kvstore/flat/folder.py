@@ -19,7 +19,7 @@ from ..identity import Model, check_model
 from ..metadata import canonical_json
 from ..mismatch import check_identity
 from ..place import FLAT_PREFIX, FLAT_SIGN, flat_folders
-from ..records import load_json, read_count
+from ..records import load_json, located, read_count
 from .agreement import check_common, check_copies, make_even
 from .asking import Schemes, check_path, make_header
 from .file import partial_name
@@ -247,6 +247,7 @@ def read_session(folder: Path) -> tuple[Model, int]:
     if version > FORMAT:
         raise Unsupported(f"{where}: format {version}, this release reads up to {FORMAT}; upgrade")
     try:
-        return Model.from_json(fields["model"]), read_count(fields["session"])
+        with located(where):
+            return Model.from_json(fields["model"]), read_count(fields["session"])
     except (KeyError, ValueError) as error:
         raise Corrupt(f"{where}: {error!r}") from error
