@@ -1,4 +1,4 @@
-"""The header of a layer's file: what never changes about it. FORMAT.md section 11.1."""
+"""The header of a layer's file: what never changes about it. FORMAT.md section 11.2."""
 
 from __future__ import annotations
 
