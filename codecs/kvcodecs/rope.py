@@ -248,7 +248,7 @@ class Rope:
         """Return the cosines and sines of any positions, as those of rows 0 on; see `table`."""
         if positions.size and positions.min() < 0:
             raise InvalidArgument(f"rope: position {positions.min()} is negative")
-        _check_exact(positions.max(initial=0))
+        _check_exact(int(positions.max(initial=0)))
         return self._table(0, positions)
 
     def _table(self, first_token: int, positions: npt.NDArray[np.int64]) -> RopeTable:
