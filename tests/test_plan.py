@@ -297,7 +297,7 @@ def test_no_table_reads_outside_its_buffers():
     out = np.zeros((2, 32, 16), np.float32)
     plan = Plan()
     stream.add(plan, 0, 32, out, ROPES["half"].table(0, 32))
-    lanes = np.concatenate(plan._lanes.rows)
+    lanes = np.concatenate(plan.lanes.rows)
     tables = stream.params.lane_tables
     rng = np.random.default_rng(0)
     refused = 0
@@ -314,7 +314,7 @@ def test_no_table_reads_outside_its_buffers():
                     changed,
                     tables.channels,
                     tables.classes,
-                    *plan._targets.arguments(),
+                    *plan.targets.arguments(plan.targets.on_host()),
                     2,
                 )
             except InvalidArgument as error:
@@ -341,6 +341,40 @@ def test_k_that_overflows_float32_when_rotated_raises():
     loud = Rope.from_theta(1e4, 16, scaling=100.0)
     with pytest.raises(InvalidArgument, match="overflows float32 when it is rotated"):
         stream.decode(0, 64, rope=loud.table(0, 64))
+
+
+class OnDevice:
+    """What an array of a GPU library looks like from here."""
+
+    __cuda_array_interface__ = None
+
+    def __init__(self, shape, dtype):
+        self.shape, self.dtype = shape, dtype
+
+
+def test_outputs_on_a_device_are_for_kvgpu():
+    stream = Stream(StreamSpec("v", 1, 16), 32, KVR1())
+
+    def plan_into(out, host=None):
+        plan = Plan()
+        for target in (out,) if host is None else (host, out):
+            plan.add(
+                stream.codec, stream.params, stream.blocks[0][2], first_token=0, n_tokens=32,
+                start=0, stop=32, out=target,
+            )  # fmt: skip
+        return plan
+
+    host = np.full((1, 32, 16), 7, np.float32)
+    for dtype in (np.dtype(np.float16), "torch.bfloat16"):
+        with pytest.raises(InvalidArgument, match=r"use kvgpu\.decode"):
+            plan_into(OnDevice((1, 32, 16), dtype), host).run()
+    assert (host == 7).all()
+    with pytest.raises(InvalidArgument, match="of shape"):
+        plan_into(OnDevice((1, 31, 16), "torch.float16"))
+    with pytest.raises(InvalidArgument, match=r"of dtype torch\.int8"):
+        plan_into(OnDevice((1, 32, 16), "torch.int8"))
+    with pytest.raises(InvalidArgument, match="list: expected an array"):
+        plan_into([0.0])
 
 
 @pytest.mark.parametrize("n_threads", [-1, 1.5, "2", 1 << 20])

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from . import _core
 
 if TYPE_CHECKING:
-    from .plan import Placement, Targets
+    from .targets import Arguments, Failure, Placement
 
 # The structs of csrc/kvr1/block.hpp, field by field.
 STREAM_DTYPE = np.dtype(
@@ -132,11 +132,20 @@ class Blocks:
             np.concatenate([t.order for t in tables]).astype(np.uint32),
         )
 
-    def run(self, targets: Targets, n_threads: int, simd: str) -> list[tuple[int, int, str]]:
-        """Decode all blocks: (status, index of the target, "") of those that fail."""
+    @property
+    def rans(self) -> _core.RansTables:
+        """The frequency tables, which all blocks share."""
+        return next(iter(self._tables.values()))[0].rans
+
+    def run(self, arguments: Arguments, n_threads: int, simd: str) -> list[Failure]:
+        """Decode all blocks; return those that fail."""
         if not self.rows:
             return []
-        rans = next(iter(self._tables.values()))[0].rans
         arrays = self.arrays()
-        status = _core.run_blocks(rans, *arrays, *targets.arguments(), n_threads, LEVELS[simd])
-        return [(int(status[i]), int(arrays[0][i]["output"]), "") for i in np.flatnonzero(status)]
+        status = _core.run_blocks(self.rans, *arrays, *arguments, n_threads, LEVELS[simd])
+        return failed_blocks(status, arrays[0])
+
+
+def failed_blocks(status: npt.NDArray[np.uint8], blocks: npt.NDArray[Any]) -> list[Failure]:
+    """Return the blocks, with a field ``output``, that have a status."""
+    return [(int(status[i]), int(blocks[i]["output"]), "") for i in np.flatnonzero(status)]

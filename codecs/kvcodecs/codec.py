@@ -18,7 +18,8 @@ from .spec import F32, KState, StreamSpec
 from .suggestion import did_you_mean
 
 if TYPE_CHECKING:
-    from .plan import Placement, Plan
+    from .plan import Plan
+    from .targets import Placement
 
 Chunks: TypeAlias = Callable[[], Iterable[F32]]
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from . import _core
 
 if TYPE_CHECKING:
-    from .plan import Placement, Targets
+    from .targets import Arguments, Failure, Placement
 
 # The structs of csrc/executor.hpp and csrc/lane.hpp, field by field.
 LANE_DTYPE = np.dtype(
@@ -100,21 +100,29 @@ class Lanes:
             lanes["rope_row"] = placement.start - placement.rope.first_token
         self.rows.append(lanes)
 
-    def run(self, targets: Targets, n_threads: int) -> list[tuple[int, int, str]]:
-        """Decode all lanes: (status, index of the target, name of the lane) of those that fail."""
-        if not self.rows:
-            return []
-        lanes = np.concatenate(self.rows)
+    def arrays(
+        self,
+    ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[np.uint8]]:
+        """Return the prior, the lanes, and the channel and class tables that they index."""
         tables = [entry[0] for entry in self._tables.values()]
-        status = _core.run_lanes(
+        return (
             tables[0].prior,
-            lanes,
+            np.concatenate(self.rows),
             np.concatenate([t.channels for t in tables]),
             np.concatenate([t.classes for t in tables]),
-            *targets.arguments(),
-            n_threads,
         )
-        return [
-            (int(status[i]), int(lanes[i]["output"]), f"lane of head {lanes[i]['head']}: ")
-            for i in np.flatnonzero(status)
-        ]
+
+    def run(self, arguments: Arguments, n_threads: int) -> list[Failure]:
+        """Decode all lanes; return those that fail."""
+        if not self.rows:
+            return []
+        arrays = self.arrays()
+        return failed_lanes(_core.run_lanes(*arrays, *arguments, n_threads), arrays[1])
+
+
+def failed_lanes(status: npt.NDArray[np.uint8], lanes: npt.NDArray[Any]) -> list[Failure]:
+    """Return the lanes, of `LANE_DTYPE`, that have a status."""
+    return [
+        (int(status[i]), int(lanes[i]["output"]), f"lane of head {lanes[i]['head']}: ")
+        for i in np.flatnonzero(status)
+    ]

@@ -8,8 +8,7 @@ A codec without lanes (raw) hands over its values instead, and the plan places t
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,12 +19,12 @@ from .frame import BytesLike
 from .lanes import Lanes, LaneTables
 from .rope import RopeTable, from_coded
 from .rows import Rows, RowTables
-from .spec import F32, FLOAT_DTYPES, KState, StreamSpec
+from .spec import KState, StreamSpec
+from .targets import Failure, Output, Placement, Targets, check_output, dtype_name
 
 if TYPE_CHECKING:
     from .codec import BlockCodec
 
-_OUTPUT_TYPES = {FLOAT_DTYPES[name]: i for i, name in enumerate(("float32", "float16", "bfloat16"))}
 _MOST_THREADS = 4096
 # csrc/lane.hpp Status.
 _OVERFLOW = 3
@@ -36,91 +35,26 @@ _DAMAGE = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """Where the wanted tokens of one block go.
-
-    Attributes
-    ----------
-    start, stop
-        Absolute positions wanted, inside the block.
-    n_tokens
-        Tokens of the block.
-    out : (heads, stop - start, head_dim)
-        View of the caller's memory, tensor channel order.
-    rope
-        Rotate on write with these cosines and sines; None writes the coded domain.
-    where
-        Prefix of error messages, empty or ending in ``": "``.
-    """
-
-    start: int
-    stop: int
-    n_tokens: int
-    out: npt.NDArray[Any]
-    rope: RopeTable | None
-    where: str
-
-    @property
-    def n_rows(self) -> int:
-        return self.stop - self.start
-
-    def of_block(self, first_token: int, target: int, rope: int) -> tuple[int, ...]:
-        """Return the fields that the blocks of all codecs without lanes end in.
-
-        These are payload, output, n_tokens, stop, skip, row, rope_row, rope and reserved;
-        `target` and `rope` are indices into the plan's `Targets`.
-        """
-        rope_row = 0 if self.rope is None else self.start - self.rope.first_token
-        stop, skip = self.stop - first_token, self.start - first_token
-        return target, target, self.n_tokens, stop, skip, 0, rope_row, rope, 0
-
-
-@dataclass(slots=True)
-class Targets:
-    """What the tables of a plan refer to by index: of each block, and the RoPE tables."""
-
-    payloads: list[BytesLike] = field(default_factory=list)
-    outputs: list[npt.NDArray[Any]] = field(default_factory=list)
-    where: list[str] = field(default_factory=list)
-    ropes: list[tuple[F32, F32]] = field(default_factory=list)
-    _rope_index: dict[int, int] = field(default_factory=dict)
-
-    def add(self, payload: BytesLike, placement: Placement) -> tuple[int, int]:
-        """Return the indices of a block and of its RoPE table, -1 for none."""
-        self.payloads.append(payload)
-        self.outputs.append(placement.out)
-        self.where.append(placement.where)
-        if placement.rope is None:
-            return len(self.outputs) - 1, -1
-        cos, sin = placement.rope.cos, placement.rope.sin
-        rope = self._rope_index.setdefault(id(cos), len(self.ropes))
-        if rope == len(self.ropes):
-            self.ropes.append((cos, sin))
-        return len(self.outputs) - 1, rope
-
-    def arguments(
-        self,
-    ) -> tuple[list[BytesLike], list[npt.NDArray[Any]], list[int], list[tuple[F32, F32]]]:
-        """Payloads, outputs, output types and RoPE tables as the core takes them."""
-        outputs = [out if out.dtype == np.float32 else out.view(np.uint16) for out in self.outputs]
-        types = [_OUTPUT_TYPES[out.dtype] for out in self.outputs]
-        return self.payloads, outputs, types, self.ropes
-
-
 class Plan:
     """Blocks to decode and where their values go.
 
     The plan refers to the payloads and outputs it was given; both must live until `run`
     returns.
+
+    Attributes
+    ----------
+    targets
+        Payload and output of each block, in the order of `add`.
+    lanes, blocks, rows, copies
+        What decodes them: TKV1 lanes, KVR1 blocks, rows of fixed rate, and values at hand.
     """
 
     def __init__(self) -> None:
-        self._targets = Targets()
-        self._lanes = Lanes()
-        self._blocks = Blocks()
-        self._rows = Rows()
-        self._copies: list[tuple[npt.NDArray[Any], StreamSpec, Placement]] = []
+        self.targets = Targets()
+        self.lanes = Lanes()
+        self.blocks = Blocks()
+        self.rows = Rows()
+        self.copies: list[Copy] = []
 
     def add(
         self,
@@ -132,7 +66,7 @@ class Plan:
         n_tokens: int,
         start: int,
         stop: int,
-        out: npt.NDArray[Any],
+        out: Output,
         rope: RopeTable | None = None,
         where: str = "",
     ) -> None:
@@ -149,7 +83,8 @@ class Plan:
         start, stop
             Absolute positions wanted, inside the block.
         out : (heads, stop - start, head_dim) float32, float16 or bfloat16
-            Any positive strides with the last axis contiguous; tensor channel order.
+            Any positive strides with the last axis contiguous; tensor channel order. Either every
+            output is a NumPy array, for `run`, or all are arrays of a device, for `kvgpu.decode`.
         rope
             Table that covers ``[start, stop)``: rotate K on write. None: as coded.
         where
@@ -169,7 +104,7 @@ class Plan:
                 f"{prefix}tokens [{start}, {stop}) are not inside the block "
                 f"[{first_token}, {first_token + n_tokens})"
             )
-        _check_output(out, (spec.heads, stop - start, spec.head_dim), prefix)
+        check_output(out, (spec.heads, stop - start, spec.head_dim), prefix)
         if rope is not None:
             rope.rows(start, stop)
         placement = Placement(start, stop, n_tokens, out, rope, prefix)
@@ -180,7 +115,8 @@ class Plan:
 
     def copy(self, values: npt.NDArray[Any], spec: StreamSpec, placement: Placement) -> None:
         """Place values that a codec has at hand: ``[heads][rows][head_dim]``, coded order."""
-        self._copies.append((values, spec, placement))
+        target, _ = self.targets.add(b"", placement)
+        self.copies.append(Copy(target, values, spec, placement))
 
     def decode_lanes(
         self,
@@ -199,22 +135,22 @@ class Plan:
         entries : (n_lanes, 2) uint64
             Offset and length of each lane in `payload`, bytes.
         """
-        target, rope = self._targets.add(payload, placement)
-        self._lanes.add(tables, entries, first_token, placement, target, rope)
+        target, rope = self.targets.add(payload, placement)
+        self.lanes.add(tables, entries, first_token, placement, target, rope)
 
     def decode_block(
         self, tables: BlockTables, payload: BytesLike, first_token: int, placement: Placement
     ) -> None:
         """Add one KVR1 block; `tables` are its stream's, added once for all its blocks."""
-        target, rope = self._targets.add(payload, placement)
-        self._blocks.add(tables, first_token, placement, target, rope)
+        target, rope = self.targets.add(payload, placement)
+        self.blocks.add(tables, first_token, placement, target, rope)
 
     def decode_rows(
         self, tables: RowTables, payload: BytesLike, first_token: int, placement: Placement
     ) -> None:
         """Add one frame of fixed-rate rows; `tables` are its stream's, added once for all."""
-        target, rope = self._targets.add(payload, placement)
-        self._rows.add(tables, first_token, placement, target, rope)
+        target, rope = self.targets.add(payload, placement)
+        self.rows.add(tables, first_token, placement, target, rope)
 
     def run(self, n_threads: int | None = None, simd: str | None = None) -> None:
         """Decode everything into the outputs.
@@ -237,21 +173,54 @@ class Plan:
         n_threads = check_threads(n_threads) or available_cpus()
         if simd is not None and simd not in SIMD_LEVELS:
             raise InvalidArgument(f"simd {simd!r}: None, or one of {', '.join(SIMD_LEVELS)}")
-        for values, spec, placement in self._copies:
-            _place(values, spec, placement)
-        failures = self._lanes.run(self._targets, n_threads)
-        failures += self._blocks.run(self._targets, n_threads, simd or SIMD_LEVELS[0])
-        failures += self._rows.run(self._targets, n_threads, simd or SIMD_LEVELS[0])
-        if failures:
-            self._raise(failures)
+        outputs = self.targets.on_host()
+        simd = simd or SIMD_LEVELS[0]
+        arguments = self.targets.arguments(outputs)
+        self.place_copies(outputs)
+        failures = self.lanes.run(arguments, n_threads)
+        failures += self.blocks.run(arguments, n_threads, simd)
+        failures += self.rows.run(arguments, n_threads, simd)
+        self.check(failures)
 
-    def _raise(self, failures: list[tuple[int, int, str]]) -> None:
+    def place_copies(self, outputs: list[npt.NDArray[Any]]) -> None:
+        """Write the values at hand into `outputs`, host arrays for all of the plan's targets."""
+        for copy in self.copies:
+            copy.place(outputs[copy.target])
+
+    def check(self, failures: list[Failure]) -> None:
+        """Raise what the first of `failures` is, if there are any."""
+        if not failures:
+            return
         # Damage is reported before an overflow, which it may have caused; else in plan order.
         status, target, what = min(failures, key=lambda f: (f[0] == _OVERFLOW, f[1]))
-        where = self._targets.where[target]
+        where = self.targets.where[target]
         if status == _OVERFLOW:
-            raise _overflow(where, self._targets.outputs[target].dtype)
+            raise _overflow(where, dtype_name(self.targets.outputs[target].dtype))
         raise Corrupt(f"{where}{what}{_DAMAGE[status]}")
+
+
+class Copy(NamedTuple):
+    """Values that need no decoding: ``[heads][rows][head_dim]`` of the coded domain."""
+
+    target: int
+    values: npt.NDArray[Any]
+    spec: StreamSpec
+    placement: Placement
+
+    def place(self, out: npt.NDArray[Any]) -> None:
+        """Write the values, rotated if they are to be, into a host array."""
+        values, spec, rope = self.values, self.spec, self.placement.rope
+        in_order = spec.rope is None or spec.rope.keeps_order(spec.head_dim)
+        if rope is None and in_order and values.dtype == out.dtype:
+            out[...] = values
+            return
+        state: KState = "pre" if rope is None else "post"
+        x = from_coded(values.astype(np.float32), spec, state, self.placement.start, rope)
+        with np.errstate(over="ignore"):
+            out[...] = x.astype(out.dtype)
+        may_overflow = out.dtype != np.float32 or rope is not None
+        if may_overflow and not np.isfinite(out.astype(np.float32)).all():
+            raise _overflow(self.placement.where, out.dtype.name)
 
 
 def check_payload(
@@ -298,40 +267,7 @@ def available_cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _check_output(out: npt.NDArray[Any], shape: tuple[int, int, int], prefix: str) -> None:
-    if out.shape != shape:
-        raise InvalidArgument(f"{prefix}output of shape {out.shape}, expected {shape}")
-    if out.dtype not in _OUTPUT_TYPES:
-        raise InvalidArgument(
-            f"{prefix}output of dtype {out.dtype}, expected float32, float16 or bfloat16"
-        )
-    if not out.flags.writeable:
-        raise InvalidArgument(f"{prefix}output is read-only")
-    if out.size and (out.strides[2] != out.itemsize or min(out.strides) < 0):
-        raise InvalidArgument(f"{prefix}output: the last axis must be contiguous, strides positive")
-
-
-def _place(values: npt.NDArray[Any], spec: StreamSpec, placement: Placement) -> None:
-    in_order = spec.rope is None or spec.rope.keeps_order(spec.head_dim)
-    if placement.rope is None and in_order and values.dtype == placement.out.dtype:
-        placement.out[...] = values
-        return
-    state: KState = "pre" if placement.rope is None else "post"
-    x = from_coded(
-        values.astype(np.float32),
-        spec,
-        state,
-        placement.start,
-        placement.rope,
-    )
-    with np.errstate(over="ignore"):
-        placement.out[...] = x.astype(placement.out.dtype)
-    may_overflow = placement.out.dtype != np.float32 or placement.rope is not None
-    if may_overflow and not np.isfinite(placement.out.astype(np.float32)).all():
-        raise _overflow(placement.where, placement.out.dtype)
-
-
-def _overflow(where: str, dtype: np.dtype[Any]) -> InvalidArgument:
-    if dtype == np.float32:
+def _overflow(where: str, dtype: str) -> InvalidArgument:
+    if dtype == "float32":
         return InvalidArgument(f"{where}a value overflows float32 when it is rotated; read it pre")
-    return InvalidArgument(f"{where}a value overflows {dtype.name}; ask for float32")
+    return InvalidArgument(f"{where}a value overflows {dtype}; ask for float32")

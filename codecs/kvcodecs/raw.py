@@ -16,8 +16,9 @@ from ._core import find_beyond
 from .codec import Chunks
 from .errors import Corrupt, InvalidArgument, Truncated, Unsupported
 from .frame import BytesLike, ErrorStats, byte_view
-from .plan import Placement, Plan
+from .plan import Plan
 from .spec import F32, FLOAT_DTYPES, KState, StreamSpec, describe_value, float_dtype
+from .targets import Placement
 
 _DTYPES: tuple[np.dtype[Any], ...] = tuple(
     FLOAT_DTYPES[name] for name in ("float32", "float16", "bfloat16")

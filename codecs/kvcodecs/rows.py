@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from . import _core
-from .blocks import LEVELS
+from .blocks import LEVELS, failed_blocks
 
 if TYPE_CHECKING:
-    from .plan import Placement, Targets
+    from .targets import Arguments, Failure, Placement
 
 # The structs of csrc/ggml/rows.hpp, field by field.
 STREAM_DTYPE = np.dtype(
@@ -84,13 +84,10 @@ class Rows:
             np.concatenate([t.order for t in tables]).astype(np.uint32),
         )
 
-    def run(self, targets: Targets, n_threads: int, simd: str) -> list[tuple[int, int, str]]:
-        """Decode all rows wanted: (status, index of the target, "") of frames that fail."""
+    def run(self, arguments: Arguments, n_threads: int, simd: str) -> list[Failure]:
+        """Decode all rows wanted; return the frames that fail."""
         if not self.rows:
             return []
         blocks, streams, order = self.arrays()
-        level = LEVELS[simd]
-        status = _core.run_row_blocks(
-            blocks, streams, order, *targets.arguments(), n_threads, level
-        )
-        return [(int(status[i]), int(blocks[i]["output"]), "") for i in np.flatnonzero(status)]
+        status = _core.run_row_blocks(blocks, streams, order, *arguments, n_threads, LEVELS[simd])
+        return failed_blocks(status, blocks)

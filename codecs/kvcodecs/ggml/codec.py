@@ -12,9 +12,10 @@ from .. import _core
 from ..codec import Chunks, CodedRows
 from ..errors import Corrupt, InvalidArgument, Truncated, Unsupported
 from ..frame import BytesLike, ErrorStats, byte_view
-from ..plan import Placement, Plan
+from ..plan import Plan
 from ..rows import RowTables
 from ..spec import F32, KState, StreamSpec, describe_value
+from ..targets import Placement
 from .config import GGML, config_from_fields, scheme_of
 from .schemes import Scheme, scheme_by_number
 

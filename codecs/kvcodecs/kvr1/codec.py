@@ -8,9 +8,10 @@ from .. import _core
 from ..errors import Corrupt, Truncated
 from ..fitting import CoreEncoder, QuantisingCodec
 from ..frame import BytesLike, byte_view
-from ..plan import Placement, Plan
+from ..plan import Plan
 from ..quantiser import QuantiserParams
 from ..spec import StreamSpec
+from ..targets import Placement
 from .params import (
     KVR1,
     KVR1Params,

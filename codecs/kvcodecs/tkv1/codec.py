@@ -7,9 +7,10 @@ from ..codec import Chunks
 from ..errors import Corrupt
 from ..fitting import CoreEncoder, QuantisingCodec
 from ..frame import BytesLike, byte_view
-from ..plan import Placement, Plan
+from ..plan import Plan
 from ..quantiser import QuantiserParams
 from ..spec import KState, StreamSpec
+from ..targets import Placement
 from .params import (
     CLASS_OF_ONE,
     N_CLASSES,

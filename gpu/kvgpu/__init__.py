@@ -1,0 +1,1 @@
+"""Decoding on GPUs: the plans of `kvcodecs`, executed by CUDA kernels, with the same bits."""
