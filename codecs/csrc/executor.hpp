@@ -8,35 +8,11 @@
 #include "lane.hpp"
 #include "lanes_avx512.hpp"
 #include "payload.hpp"
+#include "plan_tables.hpp"
 #include "rows.hpp"
 #include "threads.hpp"
 
 namespace kv {
-
-// One lane to decode. plan.LANE_DTYPE is the same struct.
-struct Lane {
-  kv_u64 offset;        // of the substream in its payload, bytes
-  kv_u64 n_bytes;
-  kv_u64 first_token;   // absolute position of the block's first token
-  kv_u64 sink;
-  kv_u64 channels;      // first entry of the lane in the channel table
-  kv_u64 classes;       // first entry of the lane in the class table
-  kv_u32 payload;       // index of the payload
-  kv_u32 output;        // index of the output
-  kv_u32 head;          // of the output
-  kv_u32 n_tokens;      // to decode, from the block's first
-  kv_u32 skip;          // of these, not written
-  kv_u32 row;           // output row of the first token written
-  kv_u32 width;         // channels
-  kv_u32 n_classes;     // classes present
-  kv_u32 sink_div;
-  float unit;
-  kv_i32 rope;          // index of the cos/sin table, -1: no rotation
-  kv_u32 rope_row;      // its row for the first token written
-  kv_u32 first_pair;    // RoPE pair of the lane's first channel
-  kv_u32 n_pairs;       // pairs of the lane that rotate; the others pass through
-};
-static_assert(sizeof(Lane) == 104, "plan.LANE_DTYPE");
 
 struct PlanTables {
   const Lane* lanes;

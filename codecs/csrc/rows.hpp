@@ -4,12 +4,10 @@
 #include <cmath>
 #include <cstring>
 
-#include "lane.hpp"
 #include "narrow.hpp"
+#include "plan_tables.hpp"
 
 namespace kv {
-
-enum OutputType : kv_u32 { kFloat32 = 0, kFloat16 = 1, kBfloat16 = 2 };
 
 // A view [heads][rows][channels] of the caller's memory; strides in elements, the last is 1.
 struct Output {

@@ -54,6 +54,10 @@ class KVR1Encoder(BlockEncoder): ...
 
 class RansTables:
     def __init__(self, frequencies: _U16) -> None: ...
+    @property
+    def slots(self) -> _U32: ...
+    @property
+    def compact(self) -> _U32: ...
 
 def kvr1_encoder(
     tables: RansTables,
@@ -121,6 +125,15 @@ def stream_decode(
     data: _Bytes,
 ) -> _F64: ...
 def rotate(y: _F64, theta: float, first_token: int, sign: float) -> None: ...
+def check_lanes(
+    prior: _U32,
+    lanes: _Bytes,
+    channels: _Bytes,
+    classes: _U8,
+    payload_bytes: _U64,
+    output_shapes: _U64,
+    rope_shapes: _U64,
+) -> None: ...
 def run_lanes(
     prior: _U32,
     lanes: _Bytes,
@@ -134,6 +147,17 @@ def run_lanes(
     wide: bool = True,
 ) -> _U8: ...
 def level_supported(level: int) -> bool: ...
+def check_blocks(
+    blocks: _Bytes,
+    streams: _Bytes,
+    mean: _I32,
+    rho: _U8,
+    classes: _U8,
+    order: _U32,
+    payload_bytes: _U64,
+    output_shapes: _U64,
+    rope_shapes: _U64,
+) -> None: ...
 def run_blocks(
     tables: RansTables,
     blocks: _Bytes,

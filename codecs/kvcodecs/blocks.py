@@ -13,7 +13,7 @@ from . import _core
 if TYPE_CHECKING:
     from .targets import Arguments, Failure, Placement
 
-# The structs of csrc/kvr1/block.hpp, field by field.
+# The structs of csrc/plan_tables.hpp, field by field.
 STREAM_DTYPE = np.dtype(
     [
         ("components", "u8"),

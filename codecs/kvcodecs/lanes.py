@@ -13,7 +13,7 @@ from . import _core
 if TYPE_CHECKING:
     from .targets import Arguments, Failure, Placement
 
-# The structs of csrc/executor.hpp and csrc/lane.hpp, field by field.
+# The structs of csrc/plan_tables.hpp and csrc/lane.hpp, field by field.
 LANE_DTYPE = np.dtype(
     [
         ("offset", "u8"),

@@ -16,6 +16,20 @@ void build_tables(kvr1::Tables* tables, const Array2<kv_u16>& frequencies) {
     invalid("frequency tables: rows of sum 2048 with an escape and no symbol alone expected");
 }
 
+Result<kv_u32> slots_of(const kvr1::Tables& tables) {
+  kv_u32* slots;
+  auto result = new_array<kv_u32>({kvr1::kTables, kvr1::kSlots}, &slots);
+  std::copy_n(tables.slots, kvr1::kTables * kvr1::kSlots, slots);
+  return result;
+}
+
+Result<kv_u32> compact_of(const kvr1::Tables& tables) {
+  kv_u32* words;
+  auto result = new_array<kv_u32>({kvr1::kCompactWords}, &words);
+  tables.compact(words);
+  return result;
+}
+
 std::unique_ptr<Locked<kvr1::BlockEncoder>> kvr1_encoder(const kvr1::Tables& tables, kv_u32 heads, kv_u32 head_dim, float unit,
                                     kv_u64 sink, kv_u32 sink_div, kv_u32 sink_classes, kv_u64 first_token,
                                     const Array1<kv_i32>& mean, const Array1<kv_u8>& rho, const Array1<kv_u8>& cls,
@@ -34,16 +48,11 @@ std::unique_ptr<Locked<kvr1::BlockEncoder>> kvr1_encoder(const kvr1::Tables& tab
   return locked(kvr1::BlockEncoder(geometry, mean.data(), rho.data(), cls.data(), tables));
 }
 
-// blocks: bytes of BLOCK_DTYPE rows, streams: bytes of STREAM_DTYPE rows. Returns one status a block.
-Result<kv_u8> run_blocks(const kvr1::Tables& rans, nb::handle block_rows, nb::handle stream_rows,
-                         const Array1<kv_i32>& mean, const Array1<kv_u8>& rho, const Array1<kv_u8>& classes,
-                         const Array1<kv_u32>& order, nb::sequence payloads, nb::sequence outputs, nb::sequence types,
-                         nb::sequence ropes, unsigned n_threads, int level) {
-  if (!level_supported(level)) invalid("this CPU lacks the instruction set asked for");
+// The tables that refer to nothing else of the plan. blocks: bytes of BLOCK_DTYPE rows, streams: of STREAM_DTYPE rows.
+kvr1::PlanTables block_tables(const Buffer& blocks, const Buffer& streams, const Array1<kv_i32>& mean,
+                              const Array1<kv_u8>& rho, const Array1<kv_u8>& classes, const Array1<kv_u32>& order) {
   if (rho.shape(0) != mean.shape(0) || classes.shape(0) != mean.shape(0)) invalid("plan: components differ in number");
-  Buffer blocks(block_rows), streams(stream_rows);
   kvr1::PlanTables tables{};
-  tables.tables = &rans;
   std::tie(tables.blocks, tables.n_blocks) = rows_of<kvr1::Block>(blocks);
   std::tie(tables.streams, tables.n_streams) = rows_of<kvr1::Stream>(streams);
   tables.mean = mean.data();
@@ -52,11 +61,36 @@ Result<kv_u8> run_blocks(const kvr1::Tables& rans, nb::handle block_rows, nb::ha
   tables.n_components = mean.shape(0);
   tables.order = order.data();
   tables.n_order = order.shape(0);
-  PlanObjects objects;
-  objects.hold(tables, payloads, outputs, types, ropes);
+  return tables;
+}
+
+void check(const kvr1::PlanTables& tables) {
   for (kv_u64 i = 0; i < tables.n_blocks; ++i)
     if (const char* fault = kvr1::block_fault(tables, tables.blocks[i]))
       invalid("plan: block " + std::to_string(i) + ": " + fault + " out of range");
+}
+
+void check_blocks(nb::handle block_rows, nb::handle stream_rows, const Array1<kv_i32>& mean, const Array1<kv_u8>& rho,
+                  const Array1<kv_u8>& classes, const Array1<kv_u32>& order, const Array1<kv_u64>& payload_bytes,
+                  const Array2<kv_u64>& output_shapes, const Array2<kv_u64>& rope_shapes) {
+  Buffer blocks(block_rows), streams(stream_rows);
+  kvr1::PlanTables tables = block_tables(blocks, streams, mean, rho, classes, order);
+  size(tables, payload_bytes, output_shapes, rope_shapes);
+  check(tables);
+}
+
+// Returns one status a block.
+Result<kv_u8> run_blocks(const kvr1::Tables& rans, nb::handle block_rows, nb::handle stream_rows,
+                         const Array1<kv_i32>& mean, const Array1<kv_u8>& rho, const Array1<kv_u8>& classes,
+                         const Array1<kv_u32>& order, nb::sequence payloads, nb::sequence outputs, nb::sequence types,
+                         nb::sequence ropes, unsigned n_threads, int level) {
+  if (!level_supported(level)) invalid("this CPU lacks the instruction set asked for");
+  Buffer blocks(block_rows), streams(stream_rows);
+  kvr1::PlanTables tables = block_tables(blocks, streams, mean, rho, classes, order);
+  tables.tables = &rans;
+  PlanObjects objects;
+  objects.hold(tables, payloads, outputs, types, ropes);
+  check(tables);
   kv_u8* status;
   auto result = new_array<kv_u8>({(size_t)tables.n_blocks}, &status);
   bool ok;
@@ -73,12 +107,17 @@ Result<kv_u8> run_blocks(const kvr1::Tables& rans, nb::handle block_rows, nb::ha
 void bind_kvr1(nb::module_& m) {
   m.attr("BLOCK_BYTES") = sizeof(kvr1::Block);
   m.attr("STREAM_BYTES") = sizeof(kvr1::Stream);
-  nb::class_<kvr1::Tables>(m, "RansTables").def("__init__", &build_tables, "frequencies"_a);
+  nb::class_<kvr1::Tables>(m, "RansTables")
+      .def("__init__", &build_tables, "frequencies"_a)
+      .def_prop_ro("slots", &slots_of)
+      .def_prop_ro("compact", &compact_of);
   bind_encoder<kvr1::BlockEncoder>(m, "KVR1Encoder");
   // The encoder refers to the tables.
   m.def("kvr1_encoder", &kvr1_encoder, nb::keep_alive<0, 1>(), "tables"_a, "heads"_a, "head_dim"_a, "unit"_a, "sink"_a,
         "sink_div"_a, "sink_classes"_a, "first_token"_a, "mean"_a, "rho"_a, "cls"_a, "wide"_a = true);
   m.def("level_supported", &level_supported, "level"_a);
+  m.def("check_blocks", &check_blocks, "blocks"_a, "streams"_a, "mean"_a, "rho"_a, "classes"_a, "order"_a,
+        "payload_bytes"_a, "output_shapes"_a, "rope_shapes"_a);
   m.def("run_blocks", &run_blocks, "tables"_a, "blocks"_a, "streams"_a, "mean"_a, "rho"_a, "classes"_a, "order"_a,
         "payloads"_a, "outputs"_a, "types"_a, "ropes"_a, "n_threads"_a, "level"_a);
 }

@@ -17,6 +17,22 @@ inline Output output_of(const nb::ndarray<nb::numpy, nb::ndim<3>, nb::device::cp
           (OutputType)type};
 }
 
+// Sizes of what a plan refers to, for checks of its tables: shapes are rows of (heads, rows, channels) and (rows, pairs).
+template <class Tables>
+void size(Tables& tables, const Array1<kv_u64>& payload_bytes, const Array2<kv_u64>& output_shapes,
+          const Array2<kv_u64>& rope_shapes) {
+  if (output_shapes.shape(1) != 3 || rope_shapes.shape(1) != 2) invalid("plan: shapes of outputs or RoPE tables");
+  for (size_t i = 0; i < payload_bytes.shape(0); ++i) tables.payloads.push_back({nullptr, payload_bytes.data()[i]});
+  for (size_t i = 0; i < output_shapes.shape(0); ++i) {
+    const kv_u64* shape = output_shapes.data() + 3 * i;
+    tables.outputs.push_back({nullptr, shape[0], shape[1], shape[2], 0, 0, kFloat32});
+  }
+  for (size_t i = 0; i < rope_shapes.shape(0); ++i) {
+    const kv_u64* shape = rope_shapes.data() + 2 * i;
+    tables.ropes.push_back({nullptr, nullptr, shape[0], shape[1]});
+  }
+}
+
 // The Python objects that a plan refers to, held while it runs.
 struct PlanObjects {
   std::vector<Buffer> payloads;

@@ -84,23 +84,43 @@ void rotate(nb::ndarray<double, nb::numpy, nb::ndim<3>, nb::c_contig, nb::device
   rotate_theta(y.data(), (kv_u32)y.shape(0), y.shape(1), (kv_u32)y.shape(2), theta, first_token, sign);
 }
 
-// lanes: bytes of LANE_DTYPE rows, channels: bytes of CHANNEL_DTYPE rows. Returns one status a lane.
-Result<kv_u8> run_lanes(const Array1<kv_u32>& prior, nb::handle lane_rows, nb::handle channel_rows,
-                        const Array1<kv_u8>& classes, nb::sequence payloads, nb::sequence outputs, nb::sequence types,
-                        nb::sequence ropes, unsigned n_threads, bool wide) {
+// The tables that refer to nothing else of the plan. lanes: bytes of LANE_DTYPE rows, channels: of CHANNEL_DTYPE rows.
+PlanTables lane_tables(const Array1<kv_u32>& prior, const Buffer& lanes, const Buffer& channels,
+                       const Array1<kv_u8>& classes) {
   check_prior(prior);
-  Buffer lanes(lane_rows), channels(channel_rows);
   PlanTables tables{};
   std::tie(tables.lanes, tables.n_lanes) = rows_of<Lane>(lanes);
   std::tie(tables.channels, tables.n_channels) = rows_of<Channel>(channels);
   tables.classes = classes.data();
   tables.n_classes = classes.shape(0);
   tables.prior = prior.data();
-  PlanObjects objects;
-  objects.hold(tables, payloads, outputs, types, ropes);
+  return tables;
+}
+
+void check(const PlanTables& tables) {
   for (kv_u64 i = 0; i < tables.n_lanes; ++i)
     if (const char* fault = lane_fault(tables, tables.lanes[i]))
       invalid("plan: lane " + std::to_string(i) + ": " + fault + " out of range");
+}
+
+void check_lanes(const Array1<kv_u32>& prior, nb::handle lane_rows, nb::handle channel_rows,
+                 const Array1<kv_u8>& classes, const Array1<kv_u64>& payload_bytes,
+                 const Array2<kv_u64>& output_shapes, const Array2<kv_u64>& rope_shapes) {
+  Buffer lanes(lane_rows), channels(channel_rows);
+  PlanTables tables = lane_tables(prior, lanes, channels, classes);
+  size(tables, payload_bytes, output_shapes, rope_shapes);
+  check(tables);
+}
+
+// Returns one status a lane.
+Result<kv_u8> run_lanes(const Array1<kv_u32>& prior, nb::handle lane_rows, nb::handle channel_rows,
+                        const Array1<kv_u8>& classes, nb::sequence payloads, nb::sequence outputs, nb::sequence types,
+                        nb::sequence ropes, unsigned n_threads, bool wide) {
+  Buffer lanes(lane_rows), channels(channel_rows);
+  PlanTables tables = lane_tables(prior, lanes, channels, classes);
+  PlanObjects objects;
+  objects.hold(tables, payloads, outputs, types, ropes);
+  check(tables);
   kv_u8* status;
   auto result = new_array<kv_u8>({(size_t)tables.n_lanes}, &status);
   bool ok;
@@ -126,6 +146,8 @@ void bind_tkv1(nb::module_& m) {
   m.def("stream_decode", &stream_decode, "prior"_a, "heads"_a, "head_dim"_a, "step"_a, "sink"_a, "sink_div"_a,
         "mean"_a, "rho"_a, "cls"_a, "first_token"_a, "n_tokens"_a, "data"_a);
   m.def("rotate", &rotate, "y"_a, "theta"_a, "first_token"_a, "sign"_a);
+  m.def("check_lanes", &check_lanes, "prior"_a, "lanes"_a, "channels"_a, "classes"_a, "payload_bytes"_a,
+        "output_shapes"_a, "rope_shapes"_a);
   m.def("run_lanes", &run_lanes, "prior"_a, "lanes"_a, "channels"_a, "classes"_a, "payloads"_a, "outputs"_a, "types"_a,
         "ropes"_a, "n_threads"_a, "wide"_a = true);
 }

@@ -6,40 +6,11 @@
 
 #include "../aligned.hpp"
 #include "../payload.hpp"
+#include "../plan_tables.hpp"
 #include "../rows.hpp"
 #include "rans.hpp"
 
 namespace kv::kvr1 {
-
-// What the blocks of one stream share. plan.STREAM_DTYPE is the same struct.
-struct Stream {
-  kv_u64 components;    // first entry of the stream in mean, rho and classes
-  kv_u64 order;         // first entry in the order table: output channel of each coded channel of a head
-  kv_u64 sink;
-  kv_u32 heads;
-  kv_u32 head_dim;
-  kv_u32 n_pairs;       // RoPE pairs of a head
-  kv_u32 sink_div;
-  kv_u32 sink_classes;  // added to a class at sinks
-  float unit;
-};
-static_assert(sizeof(Stream) == 48, "plan.STREAM_DTYPE");
-
-// One block to decode. plan.BLOCK_DTYPE is the same struct.
-struct Block {
-  kv_u64 first_token;   // absolute position
-  kv_u32 stream;
-  kv_u32 payload;
-  kv_u32 output;
-  kv_u32 n_tokens;      // of the block
-  kv_u32 stop;          // tokens to decode, from the block's first
-  kv_u32 skip;          // of these, not written
-  kv_u32 row;           // output row of the first token written
-  kv_u32 rope_row;      // and its row of the cos/sin table
-  kv_i32 rope;          // index of that table, -1: no rotation
-  kv_u32 reserved;
-};
-static_assert(sizeof(Block) == 48, "plan.BLOCK_DTYPE");
 
 struct PlanTables {
   const Tables* tables;

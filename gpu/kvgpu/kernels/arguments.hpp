@@ -1,0 +1,71 @@
+// What the kernels take: one struct of addresses, itself in the device's memory. kvgpu/staging.py has the same structs.
+//
+// Every pointer is a 64-bit address, so that Python fills in the structs whatever the memory is. Tables are those of the
+// plan (plan_tables.hpp) and must have passed _core.check_lanes or check_blocks.
+#pragma once
+
+#include "kvr1/symbols.hpp"
+#include "plan_tables.hpp"
+
+namespace kv::gpu {
+
+// A payload: bytes anywhere. Those of KVR1 are read fastest at odd addresses, as their words then lie at even ones.
+struct Source {
+  kv_u64 bytes, n_bytes;
+};
+static_assert(sizeof(Source) == 16, "staging.SOURCE_DTYPE");
+
+// An output [heads][rows][channels], its last axis contiguous; strides in elements. Row r lies at r * row_stride; or with
+// pages, a block table, it is row first_row + r of a sequence whose row q lies in page pages[q / page_rows].
+struct Target {
+  kv_u64 data;
+  kv_u64 pages;        // of i32, 0: none
+  kv_i64 head_stride, row_stride, page_stride;
+  kv_u64 first_row;    // first_row plus rows below 2^32
+  kv_u32 page_rows;
+  kv_u32 type;         // OutputType
+};
+static_assert(sizeof(Target) == 56, "staging.TARGET_DTYPE");
+
+struct Rotation {
+  kv_u64 cos, sin;     // of float32 [rows][pairs]
+  kv_u64 pairs;
+};
+static_assert(sizeof(Rotation) == 24, "staging.ROTATION_DTYPE");
+
+// TKV1: one thread per lane.
+struct LaneArguments {
+  kv_u64 lanes, n_lanes;            // of Lane
+  kv_u64 channels, classes, prior;  // of Channel, u8, u32
+  kv_u64 sources, targets, rotations;
+  kv_u64 status;                    // of u8, one a lane
+  kv_u64 scratch, scratch_words;    // of u32, so many for each thread; at least lane_words() of every lane
+  kv_u64 n_threads;                 // threads that have scratch: any further ones do nothing
+};
+static_assert(sizeof(LaneArguments) == 96, "staging.LANE_ARGUMENTS_DTYPE");
+
+// Scratch of a lane: its models, two words of state and a value for each channel.
+KV_HD kv_u64 lane_words(kv_u64 n_classes, kv_u64 width) { return n_classes * kClassModels + 3 * width; }
+
+// KVR1: one warp per block. Threads come in whole warps, at most kMaxWarps to a thread block.
+struct BlockArguments {
+  kv_u64 blocks, n_blocks;          // of kvr1::Block
+  kv_u64 streams, mean, rho, classes, order;  // of kvr1::Stream, i32, u8, u8, u32
+  kv_u64 slots;                     // RansTables.slots
+  kv_u64 compact;                   // RansTables.compact, 0: look up in `slots`
+  kv_u64 sources, targets, rotations;
+  kv_u64 status;                    // of u8, one a block
+  kv_u64 shared_words;              // of shared memory for each warp: room for the components of most blocks
+  kv_u64 scratch, scratch_words;    // of u32, so many for each warp; at least the components of every block with more
+  kv_u64 n_warps;                   // warps that have scratch: any further ones do nothing
+};
+static_assert(sizeof(BlockArguments) == 136, "staging.BLOCK_ARGUMENTS_DTYPE");
+
+constexpr kv_u32 kMaxWarps = 32;  // of a thread block: 1024 threads, 64 registers each
+
+// Dynamic shared memory of a thread block: the compact tables, if they are given, then each warp's words.
+KV_HD kv_u64 shared_bytes(const BlockArguments& a, kv_u64 warps) {
+  return 4 * ((a.compact != 0 ? kvr1::kCompactWords : 0) + warps * a.shared_words);
+}
+
+}  // namespace kv::gpu
