@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -47,6 +47,17 @@ BLOCK_DTYPE = np.dtype(
 LEVELS: Final = {"avx512": 2, "avx2": 1, "portable": 0}
 #: Instruction sets that this CPU can decode with, the fastest first; all give the same bits.
 SIMD_LEVELS: Final = tuple(name for name, level in LEVELS.items() if _core.level_supported(level))
+
+
+#: Blocks, streams, mean, rho, classes and order of a plan, as the core takes them.
+BlockArrays: TypeAlias = tuple[
+    npt.NDArray[Any],
+    npt.NDArray[Any],
+    npt.NDArray[np.int32],
+    npt.NDArray[np.uint8],
+    npt.NDArray[np.uint8],
+    npt.NDArray[np.uint32],
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,16 +115,7 @@ class Blocks:
         _, stream = self._tables.setdefault(id(tables), (tables, len(self._tables)))
         self.rows.append((first_token, stream, *placement.of_block(first_token, target, rope)))
 
-    def arrays(
-        self,
-    ) -> tuple[
-        npt.NDArray[Any],
-        npt.NDArray[Any],
-        npt.NDArray[np.int32],
-        npt.NDArray[np.uint8],
-        npt.NDArray[np.uint8],
-        npt.NDArray[np.uint32],
-    ]:
+    def arrays(self) -> BlockArrays:
         """Return blocks, streams, and the mean, rho, class and order tables they index."""
         tables = [entry[0] for entry in self._tables.values()]
         streams: list[tuple[float, ...]] = []

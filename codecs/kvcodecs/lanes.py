@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +39,12 @@ LANE_DTYPE = np.dtype(
     ]
 )
 CHANNEL_DTYPE = np.dtype([("mean", "i4"), ("rho", "u4"), ("models", "u4"), ("output", "u4")])
+
+
+#: Prior, lanes, channels and classes of a plan, as the core takes them.
+LaneArrays: TypeAlias = tuple[
+    npt.NDArray[np.uint32], npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[np.uint8]
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +106,7 @@ class Lanes:
             lanes["rope_row"] = placement.start - placement.rope.first_token
         self.rows.append(lanes)
 
-    def arrays(
-        self,
-    ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[np.uint8]]:
+    def arrays(self) -> LaneArrays:
         """Return the prior, the lanes, and the channel and class tables that they index."""
         tables = [entry[0] for entry in self._tables.values()]
         return (

@@ -109,8 +109,8 @@ void bind_kvr1(nb::module_& m) {
   m.attr("STREAM_BYTES") = sizeof(kvr1::Stream);
   nb::class_<kvr1::Tables>(m, "RansTables")
       .def("__init__", &build_tables, "frequencies"_a)
-      .def_prop_ro("slots", &slots_of)
-      .def_prop_ro("compact", &compact_of);
+      .def_prop_ro("slots", &slots_of, nb::rv_policy::automatic)
+      .def_prop_ro("compact", &compact_of, nb::rv_policy::automatic);
   bind_encoder<kvr1::BlockEncoder>(m, "KVR1Encoder");
   // The encoder refers to the tables.
   m.def("kvr1_encoder", &kvr1_encoder, nb::keep_alive<0, 1>(), "tables"_a, "heads"_a, "head_dim"_a, "unit"_a, "sink"_a,

@@ -1,4 +1,4 @@
-// What the kernels take: one struct of addresses, itself in the device's memory. kvgpu/staging.py has the same structs.
+// What the kernels take: one struct of addresses, itself in the device's memory. kvgpu/structs.py has the same structs.
 //
 // Every pointer is a 64-bit address, so that Python fills in the structs whatever the memory is. Tables are those of the
 // plan (plan_tables.hpp) and must have passed _core.check_lanes or check_blocks.
@@ -13,7 +13,7 @@ namespace kv::gpu {
 struct Source {
   kv_u64 bytes, n_bytes;
 };
-static_assert(sizeof(Source) == 16, "staging.SOURCE_DTYPE");
+static_assert(sizeof(Source) == 16, "structs.SOURCE");
 
 // An output [heads][rows][channels], its last axis contiguous; strides in elements. Row r lies at r * row_stride; or with
 // pages, a block table, it is row first_row + r of a sequence whose row q lies in page pages[q / page_rows].
@@ -25,13 +25,13 @@ struct Target {
   kv_u32 page_rows;
   kv_u32 type;         // OutputType
 };
-static_assert(sizeof(Target) == 56, "staging.TARGET_DTYPE");
+static_assert(sizeof(Target) == 56, "structs.TARGET");
 
 struct Rotation {
   kv_u64 cos, sin;     // of float32 [rows][pairs]
   kv_u64 pairs;
 };
-static_assert(sizeof(Rotation) == 24, "staging.ROTATION_DTYPE");
+static_assert(sizeof(Rotation) == 24, "structs.ROTATION");
 
 // TKV1: one thread per lane.
 struct LaneArguments {
@@ -42,7 +42,7 @@ struct LaneArguments {
   kv_u64 scratch, scratch_words;    // of u32, so many for each thread; at least lane_words() of every lane
   kv_u64 n_threads;                 // threads that have scratch: any further ones do nothing
 };
-static_assert(sizeof(LaneArguments) == 96, "staging.LANE_ARGUMENTS_DTYPE");
+static_assert(sizeof(LaneArguments) == 96, "structs.LANE_ARGUMENTS");
 
 // Scratch of a lane: its models, two words of state and a value for each channel.
 KV_HD kv_u64 lane_words(kv_u64 n_classes, kv_u64 width) { return n_classes * kClassModels + 3 * width; }
@@ -59,7 +59,21 @@ struct BlockArguments {
   kv_u64 scratch, scratch_words;    // of u32, so many for each warp; at least the components of every block with more
   kv_u64 n_warps;                   // warps that have scratch: any further ones do nothing
 };
-static_assert(sizeof(BlockArguments) == 136, "staging.BLOCK_ARGUMENTS_DTYPE");
+static_assert(sizeof(BlockArguments) == 136, "structs.BLOCK_ARGUMENTS");
+
+// Values at hand, [heads][rows][channels] of the target's type without gaps.
+struct Copy {
+  kv_u64 values;
+  kv_u64 first_row;    // rows of all heads of the copies before it
+  kv_u32 target, heads, rows, channels;
+};
+static_assert(sizeof(Copy) == 32, "structs.COPY");
+
+struct CopyArguments {
+  kv_u64 copies, n_copies, n_rows;
+  kv_u64 targets;
+};
+static_assert(sizeof(CopyArguments) == 32, "structs.COPY_ARGUMENTS");
 
 constexpr kv_u32 kMaxWarps = 32;  // of a thread block: 1024 threads, 64 registers each
 

@@ -1,0 +1,179 @@
+"""The device as CuPy knows it. CuPy is imported here alone, on first use."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+from kvcodecs.errors import InvalidArgument, Unsupported
+
+from .device import Constants, Memory, Slots, Stream
+from .launches import Launch, Limits
+from .source import OPTIONS, source
+
+_INSTALL: Final = "pip install 'kvstore[cuda12]' or 'kvstore[cuda13]', as the driver needs"
+# What thread blocks may ask for beyond 48 KiB, they have to be granted.
+_GRANTED: Final = 48 << 10
+
+
+def current_device() -> CudaDevice:
+    """Return CuPy's current device; `Unsupported` if there is none."""
+    return _device(int(_cupy().cuda.Device().id))
+
+
+def is_available() -> bool:
+    """Whether CuPy is installed and finds a device."""
+    try:
+        _cupy()
+    except Unsupported:
+        return False
+    return True
+
+
+@cache
+def _cupy() -> Any:
+    try:
+        import cupy
+    except ImportError as error:
+        raise Unsupported(f"decoding on a GPU needs CuPy: {_INSTALL}") from error
+    try:
+        n_devices = cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        raise Unsupported(f"no CUDA device: {error}") from error
+    if n_devices == 0:
+        raise Unsupported("no CUDA device: the driver finds none")
+    return cupy
+
+
+@cache
+def _device(number: int) -> CudaDevice:
+    return CudaDevice(number)
+
+
+class CudaDevice:
+    """`kvgpu.device.Device` for one GPU."""
+
+    def __init__(self, number: int) -> None:
+        cupy = self._cupy = _cupy()
+        self.number = number
+        attributes = cupy.cuda.Device(number).attributes
+        self.limits = Limits(
+            n_processors=attributes["MultiProcessorCount"],
+            shared_bytes=attributes["MaxSharedMemoryPerBlockOptin"],
+        )
+        self._uploads = cupy.cuda.Stream(non_blocking=True)
+        self.uploads: Stream = CudaStream(self, self._uploads)
+        self.slots, self.constants = Slots(self), Constants(self)
+        self._module = cupy.RawModule(code=source(), options=OPTIONS, backend="nvrtc")
+        self._kernels: dict[str, Any] = {}
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        return self._cupy.empty(shape, dtype)
+
+    def from_dlpack(self, array: Any) -> Any:
+        try:
+            return self._cupy.from_dlpack(array)
+        except (BufferError, RuntimeError, TypeError, ValueError) as error:
+            raise InvalidArgument(f"output {type(array).__name__}: {error}") from error
+
+    def check_address(self, address: int) -> None:
+        runtime = self._cupy.cuda.runtime
+        attributes = runtime.pointerGetAttributes(address)
+        on_device = attributes.type in (runtime.memoryTypeDevice, runtime.memoryTypeManaged)
+        if not on_device or attributes.device != self.number:
+            raise InvalidArgument(
+                f"output is not memory of device {self.number}, CuPy's current one"
+            )
+
+    def memory(self, n_bytes: int) -> Memory:
+        # CuPy hands memory that was freed in a stream to that stream alone: what others still do
+        # with theirs does not reach ours.
+        with self._uploads:
+            return CudaMemory(self._cupy.cuda.alloc(n_bytes))
+
+    def pinned(self, n_bytes: int) -> npt.NDArray[np.uint8]:
+        return np.frombuffer(self._cupy.cuda.alloc_pinned_memory(n_bytes), np.uint8, n_bytes)
+
+    def stream(self, stream: Any) -> Stream:
+        cuda = self._cupy.cuda
+        if stream is None:
+            return CudaStream(self, cuda.get_current_stream())
+        if isinstance(stream, int):
+            stream = _Handle(stream)
+        if hasattr(stream, "__cuda_stream__") and not isinstance(stream, cuda.Stream):
+            stream = cuda.Stream.from_external(stream)
+        if not hasattr(stream, "wait_event"):
+            raise InvalidArgument(f"stream {stream!r}: a cupy.cuda.Stream, a number, or None")
+        return CudaStream(self, stream)
+
+    def kernel(self, name: str, shared_bytes: int) -> Any:
+        """Return a kernel, compiled on first use; CuPy keeps the result on disk."""
+        if name not in self._kernels:
+            self._kernels[name] = self._module.get_function(name)
+        kernel = self._kernels[name]
+        if shared_bytes > max(_GRANTED, kernel.max_dynamic_shared_size_bytes):
+            kernel.max_dynamic_shared_size_bytes = shared_bytes
+        return kernel
+
+
+class _Handle:
+    """A ``cudaStream_t`` as objects that have one offer it."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._handle
+
+
+class CudaMemory:
+    """Memory of CuPy's pool."""
+
+    def __init__(self, pointer: Any) -> None:
+        self._pointer = pointer
+        self.address: int = pointer.ptr
+
+
+class CudaEvent:
+    """An event that a stream has recorded."""
+
+    def __init__(self, event: Any) -> None:
+        self.event = event
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+
+class CudaStream:
+    """`kvgpu.device.Stream` for a stream of CuPy."""
+
+    def __init__(self, device: CudaDevice, stream: Any) -> None:
+        self._device, self._stream = device, stream
+        self._runtime = _cupy().cuda.runtime
+
+    def upload(self, host: npt.NDArray[np.uint8], address: int) -> None:
+        self._copy(address, host.ctypes.data, host.nbytes, self._runtime.memcpyHostToDevice)
+
+    def download(self, address: int, host: npt.NDArray[np.uint8]) -> None:
+        self._copy(host.ctypes.data, address, host.nbytes, self._runtime.memcpyDeviceToHost)
+
+    def launch(self, launch: Launch, base: int) -> None:
+        # A number of NumPy is passed as it is: eight bytes, the pointer that kernels take.
+        argument = np.uint64(base + launch.arguments)
+        kernel = self._device.kernel(launch.kernel, launch.shared_bytes)
+        with self._stream:
+            kernel(
+                (launch.n_blocks,), (launch.block_threads,), (argument,),
+                shared_mem=launch.shared_bytes,
+            )  # fmt: skip
+
+    def record(self) -> CudaEvent:
+        return CudaEvent(self._stream.record(_cupy().cuda.Event(disable_timing=True)))
+
+    def wait(self, event: Any) -> None:
+        self._stream.wait_event(event.event)
+
+    def _copy(self, target: int, source: int, n_bytes: int, kind: int) -> None:
+        self._runtime.memcpyAsync(target, source, n_bytes, kind, self._stream.ptr)

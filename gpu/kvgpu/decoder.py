@@ -1,0 +1,230 @@
+"""Plans executed by a device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+from kvcodecs.errors import InvalidArgument
+from kvcodecs.plan import Plan, available_cpus
+from kvcodecs.targets import check_output, is_device_output
+
+from .arrays import View, view_of
+from .device import Device, Event, Slot, current
+from .staging import Staging
+
+
+def decode(
+    plan: Plan,
+    payloads: Sequence[Any] | None = None,
+    out: Sequence[Any] | None = None,
+    stream: Any = None,
+    *,
+    n_threads: int | None = None,
+) -> None:
+    """Decode everything of a plan into arrays of the device; the bits are those of `Plan.run`.
+
+    Tables and payloads go up in one piece, then one kernel for each codec decodes all blocks.
+    Blocks of codecs that have no kernel (raw values, ggml rows) are decoded by the CPU, and only
+    placed by the device.
+
+    Parameters
+    ----------
+    plan
+        The same object that the CPU executes.
+    payloads
+        The bytes of every block in the order of `Plan.add`, in place of those that the plan was
+        given: buffers of the host, or arrays of the device, which are not uploaded. Codecs
+        without a kernel have read theirs already.
+    out : (heads, rows, head_dim) each, float32, float16 or bfloat16
+        An output for every block, in the same order; None: those that the plan was given. Arrays
+        of the device: CuPy's, PyTorch tensors, anything else with ``__cuda_array_interface__`` or
+        DLPack, or `Paged`.
+    stream
+        A ``cupy.cuda.Stream``, or a ``cudaStream_t`` as a number; None: CuPy's current one. The
+        outputs are written in this stream's order.
+    n_threads
+        Of the host, that copy payloads; None: one per CPU this process may use.
+
+    Raises
+    ------
+    Corrupt, Truncated
+        A block that does not decode, named. The outputs are then undefined.
+    InvalidArgument
+        Outputs that are not on the device or do not fit, or a value beyond the range of a float16
+        or bfloat16 output; ask for float32.
+    Unsupported
+        There is no CuPy, or no device.
+
+    Notes
+    -----
+    Returns when the outputs are written: waits for the stream once.
+    """
+    with Decoding(plan, payloads, out, n_threads=n_threads) as decoding:
+        decoding.upload()
+        decoding.launch(stream)
+        decoding.wait()
+
+
+class Decoding:
+    """A plan made ready for the device: uploaded once, decoded once or more often.
+
+    A context manager, or `close` it: it holds memory of the device from `upload` on. The
+    parameters and errors are those of `decode`.
+
+    Attributes
+    ----------
+    n_bytes
+        That an upload brings to the device.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        payloads: Sequence[Any] | None = None,
+        out: Sequence[Any] | None = None,
+        *,
+        n_threads: int | None = None,
+    ) -> None:
+        self._device = current()
+        self._plan = plan
+        self._n_threads = n_threads or available_cpus()
+        outputs = _outputs(plan, out, self._device)
+        if payloads is not None and len(payloads) != len(outputs):
+            raise InvalidArgument(f"{len(payloads)} payloads for a plan of {len(outputs)} blocks")
+        self._staging = Staging(
+            plan,
+            plan.targets.payloads if payloads is None else payloads,
+            outputs,
+            self._device.limits,
+            self._device.constants,
+            self._n_threads,
+        )
+        # What the device reads and writes lives as long as this does.
+        self._keep = payloads, outputs
+        self._slot: Slot | None = None
+        self._base = 0
+        self._uploaded: Event | None = None
+        self._done: Event | None = None
+
+    @property
+    def n_bytes(self) -> int:
+        return self._staging.image.stop - self._staging.image.first
+
+    def upload(self) -> None:
+        """Start to bring tables and payloads to the device; the host's may then change."""
+        self._finish()
+        image = self._staging.image
+        if self._slot is None:
+            self._slot = self._device.slots.take()
+        self._base = self._slot.reserve(image.stop)
+        image.place(self._base)
+        self._uploaded = self._slot.upload(image, self._base, self._n_threads)
+
+    def launch(self, stream: Any = None) -> None:
+        """Start to decode what was uploaded, in the order of `stream`."""
+        if self._slot is None or self._uploaded is None:
+            raise InvalidArgument("decoding: nothing is uploaded yet")
+        self._finish()
+        runs_in = self._device.stream(stream)
+        runs_in.wait(self._uploaded)
+        for launch in self._staging.launches:
+            runs_in.launch(launch, self._base)
+        n = self._staging.n_status
+        if n:
+            runs_in.download(self._base, self._slot.status(n))
+        self._done = runs_in.record()
+
+    def wait(self) -> None:
+        """Return when the outputs are written; raise what `decode` raises."""
+        if self._slot is None or self._done is None:
+            raise InvalidArgument("decoding: nothing was launched")
+        self._finish()
+        status = self._slot.status(self._staging.n_status)
+        self._plan.check(self._staging.failures(status))
+
+    def close(self) -> None:
+        """Give the device's memory back, when the device is through with it."""
+        if self._slot is not None:
+            self._finish()
+            self._device.slots.give(self._slot)
+            self._slot = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        self.close()
+
+    def _finish(self) -> None:
+        for event in (self._uploaded, self._done):
+            if event is not None:
+                event.wait()
+
+
+class Queue:
+    """Plans decoded one after the other, two at a time: one goes up while one decodes.
+
+    A context manager; everything is decoded when it ends without an error.
+
+    Parameters
+    ----------
+    n_threads
+        Of the host, that copy payloads; None: one per CPU this process may use.
+    """
+
+    def __init__(self, n_threads: int | None = None) -> None:
+        self._n_threads = n_threads
+        self._under_way: list[Decoding] = []
+
+    def add(self, plan: Plan) -> None:
+        """Start to decode a plan; its payloads may change when this returns.
+
+        Raises what `decode` raises, also for the plans before.
+        """
+        decoding = Decoding(plan, n_threads=self._n_threads)
+        if len(self._under_way) == _AT_A_TIME:
+            self._end_first()
+        self._under_way.append(decoding)
+        decoding.upload()
+        decoding.launch()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *args: object) -> None:
+        try:
+            while self._under_way and kind is None:
+                self._end_first()
+        finally:
+            for decoding in self._under_way:
+                decoding.close()
+
+    def _end_first(self) -> None:
+        with self._under_way.pop(0) as decoding:
+            decoding.wait()
+
+
+_AT_A_TIME = 2
+
+
+def _outputs(plan: Plan, out: Sequence[Any] | None, device: Device) -> list[View]:
+    """Return the outputs of a plan as views, checked."""
+    targets = plan.targets
+    if out is not None:
+        if len(out) != len(targets.outputs):
+            raise InvalidArgument(f"{len(out)} outputs for a plan of {len(targets.outputs)} blocks")
+        for array, planned, where in zip(out, targets.outputs, targets.where, strict=True):
+            heads, rows, head_dim = planned.shape
+            check_output(array, (heads, rows, head_dim), where)
+    views: list[View] = []
+    seen: set[int] = set()
+    for array, where in zip(targets.outputs if out is None else out, targets.where, strict=True):
+        if not is_device_output(array):
+            raise InvalidArgument(f"{where}output is on the host: use Plan.run, or give `out`")
+        view = view_of(array, device.from_dlpack)
+        if id(view.owner) not in seen and 0 not in view.shape:
+            device.check_address(view.address)
+            seen.add(id(view.owner))
+        views.append(view)
+    return views

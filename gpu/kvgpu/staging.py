@@ -1,0 +1,252 @@
+"""A plan as bytes for the device: its tables, its payloads, and the arguments of the kernels.
+
+Pointers are offsets until `Image.place` is told where the bytes will be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+from kvcodecs import _core
+from kvcodecs.blocks import BlockArrays, failed_blocks
+from kvcodecs.frame import byte_view
+from kvcodecs.lanes import LaneArrays, failed_lanes
+from kvcodecs.plan import Plan
+from kvcodecs.targets import OUTPUT_TYPES, Failure, is_device_output
+
+from . import structs
+from .arrays import Pages, View, bytes_of
+from .device import Constants
+from .host import host_values
+from .image import ALL, Image
+from .launches import WARP, Grid, Launch, Limits, block_grid, lane_grid
+
+# csrc/lane.hpp kClassModels.
+_CLASS_MODELS: Final = 147
+# A KVR1 payload begins with one byte, then words: they lie well when it ends a line.
+_SKEW: Final = 15
+_COPY_THREADS: Final = 128
+_MOST_CTAS: Final = 1 << 16
+_NONE: Final = np.empty(0, np.uint8)
+
+
+class Staging:
+    """Everything that goes up for one plan.
+
+    Parameters
+    ----------
+    plan
+        Checked here: no kernel will touch anything outside its tables, payloads and outputs.
+    payloads
+        In place of the plan's: the same bytes, as buffers of the host or arrays of the device.
+    outputs
+        In the order of the plan's additions.
+    limits
+        Of the device.
+    constants
+        Finds the tables that are on the device once for all.
+
+    Attributes
+    ----------
+    image
+        What to upload; before it in the device memory lie statuses, from the start, and scratch.
+    n_status
+        Bytes of the statuses.
+    launches
+        The kernels to run, in any order.
+
+    Raises
+    ------
+    InvalidArgument
+        Payloads that do not fit the plan, tables out of range, a value that overflows.
+    Corrupt, Truncated
+        Of blocks of codecs without a kernel, which are decoded here.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        payloads: Sequence[Any],
+        outputs: Sequence[View],
+        limits: Limits,
+        constants: Constants,
+        n_threads: int,
+    ) -> None:
+        self._constants = constants
+        lanes = plan.lanes.arrays() if plan.lanes.rows else None
+        blocks = plan.blocks.arrays() if plan.blocks.rows else None
+        self._lanes = _NONE if lanes is None else lanes[1]
+        self._blocks = _NONE if blocks is None else blocks[0]
+        self.n_status = len(self._lanes) + len(self._blocks)
+        # Launches follow each other: they share the scratch.
+        scratch = -(-self.n_status // 256) * 256
+        lane_threads = None if lanes is None else _lane_grid(lanes, limits)
+        block_warps = None if blocks is None else _block_grid(blocks, plan, limits)
+        grids = [grid for grid in (lane_threads, block_warps) if grid is not None]
+        self.image = Image(scratch + max((grid.scratch_bytes for grid in grids), default=0))
+        self.launches: list[Launch] = []
+
+        values = host_values(plan, outputs, n_threads)
+        sources, n_bytes = _sources(
+            self.image, [b"" if at in values else part for at, part in enumerate(payloads)]
+        )
+        shared = {
+            "sources": sources,
+            "targets": _targets(self.image, outputs),
+            "rotations": _rotations(self.image, plan),
+        }
+        shapes = np.array([view.shape for view in outputs], np.uint64).reshape(-1, 3)
+        ropes = np.array([cos.shape for cos, _ in plan.targets.ropes], np.uint64).reshape(-1, 2)
+        if lanes is not None and lane_threads is not None:
+            _core.check_lanes(*lanes, n_bytes, shapes, ropes)
+            self._decode_lanes(lanes, lane_threads, shared | {"scratch": scratch})
+        if blocks is not None and block_warps is not None:
+            _core.check_blocks(*blocks, n_bytes, shapes, ropes)
+            shared |= {"scratch": scratch, "status": len(self._lanes)}
+            self._decode_blocks(blocks, plan, block_warps, shared)
+        if values:
+            self._copy_rows(values, shared["targets"])
+
+    def failures(self, status: npt.NDArray[np.uint8]) -> list[Failure]:
+        """Return the lanes and blocks that the kernels say do not decode."""
+        n = len(self._lanes)
+        return failed_lanes(status[:n], self._lanes) + failed_blocks(status[n:], self._blocks)
+
+    def _decode_lanes(self, tables: LaneArrays, grid: Grid, shared: dict[str, int]) -> None:
+        prior, lanes, channels, classes = tables
+        pointers = shared | {
+            "lanes": self.image.add(lanes),
+            "channels": self.image.add(channels),
+            "classes": self.image.add(classes),
+            "status": 0,
+        }
+        numbers = {
+            "prior": self._constants.address(prior, "prior", lambda: prior),
+            "n_lanes": len(lanes),
+            "scratch_words": grid.scratch_words,
+            "n_threads": grid.n,
+        }
+        arguments = _struct(self.image, structs.LANE_ARGUMENTS, pointers, numbers)
+        n_ctas = -(-grid.n // grid.block_threads)
+        self.launches.append(Launch("kv_decode_lanes", arguments, n_ctas, grid.block_threads))
+
+    def _decode_blocks(
+        self, tables: BlockArrays, plan: Plan, grid: Grid, shared: dict[str, int]
+    ) -> None:
+        rans = plan.blocks.rans
+        names = ("blocks", "streams", "mean", "rho", "classes", "order")
+        arrays: list[npt.NDArray[Any]] = [*tables]
+        pointers = shared | {
+            name: self.image.add(array) for name, array in zip(names, arrays, strict=True)
+        }
+        shared_bytes = 4 * grid.shared_words * (grid.block_threads // WARP)
+        numbers = {
+            "slots": self._constants.address(rans, "slots", lambda: rans.slots),
+            "n_blocks": len(tables[0]),
+            "shared_words": grid.shared_words,
+            "scratch_words": grid.scratch_words,
+            "n_warps": grid.n,
+        }
+        if grid.compact:
+            address = self._constants.address(rans, "compact", lambda: rans.compact)
+            numbers["compact"] = address
+            shared_bytes += 4 * _compact_words(rans)
+        arguments = _struct(self.image, structs.BLOCK_ARGUMENTS, pointers, numbers)
+        n_ctas = -(-grid.n * WARP // grid.block_threads)
+        self.launches.append(
+            Launch("kv_decode_blocks", arguments, n_ctas, grid.block_threads, shared_bytes)
+        )
+
+    def _copy_rows(self, values: dict[int, npt.NDArray[Any]], targets: int) -> None:
+        copies = np.zeros(len(values), structs.COPY)
+        copies["target"] = list(values)
+        for axis, name in enumerate(("heads", "rows", "channels")):
+            copies[name] = [array.shape[axis] for array in values.values()]
+        n_rows = np.cumsum(copies["heads"].astype(np.uint64) * copies["rows"])
+        copies["first_row"][1:] = n_rows[:-1]
+        copies["values"] = [self.image.add(array) for array in values.values()]
+        pointers = {"copies": self.image.add(copies, values=ALL), "targets": targets}
+        total = int(n_rows[-1])
+        numbers = {"n_copies": len(copies), "n_rows": total}
+        arguments = _struct(self.image, structs.COPY_ARGUMENTS, pointers, numbers)
+        n_ctas = min(-(-total // _COPY_THREADS), _MOST_CTAS)
+        self.launches.append(Launch("kv_copy_rows", arguments, n_ctas, _COPY_THREADS))
+
+
+@cache
+def _compact_words(rans: _core.RansTables) -> int:
+    return rans.compact.size
+
+
+def _lane_grid(tables: LaneArrays, limits: Limits) -> Grid:
+    lanes = tables[1]
+    words = lanes["n_classes"].astype(np.int64) * _CLASS_MODELS + 3 * lanes["width"].astype(
+        np.int64
+    )
+    return lane_grid(len(lanes), int(words.max()), limits)
+
+
+def _block_grid(tables: BlockArrays, plan: Plan, limits: Limits) -> Grid:
+    blocks, streams = tables[:2]
+    components = streams["heads"].astype(np.int64) * streams["head_dim"]
+    return block_grid(components[blocks["stream"]], _compact_words(plan.blocks.rans), limits)
+
+
+def _struct(
+    image: Image, dtype: np.dtype[Any], pointers: dict[str, int], numbers: dict[str, int]
+) -> int:
+    struct = np.zeros(1, dtype)
+    for name, value in (pointers | numbers).items():
+        struct[name] = value
+    return image.add(struct, **dict.fromkeys(pointers, ALL))
+
+
+def _sources(image: Image, payloads: Sequence[Any]) -> tuple[int, npt.NDArray[np.uint64]]:
+    """Add payloads and the table of them; return its offset, and their sizes."""
+    n = len(payloads)
+    resident = {at: bytes_of(part) for at, part in enumerate(payloads) if is_device_output(part)}
+    parts = [b"" if at in resident else byte_view(part) for at, part in enumerate(payloads)]
+    n_bytes = np.fromiter((len(part) for part in parts), np.uint64, n)
+    table = np.zeros(n, structs.SOURCE)
+    table["bytes"] = image.add_all(parts, n_bytes, _SKEW)
+    on_host = np.ones(n, np.bool_)
+    for at, (address, size) in resident.items():
+        table[at], n_bytes[at], on_host[at] = (address, size), size, False
+    table["n_bytes"] = n_bytes
+    return image.add(table, bytes=on_host), n_bytes
+
+
+def _targets(image: Image, outputs: Sequence[View]) -> int:
+    """Add the table of outputs, and the block tables of those that have pages."""
+    tables: dict[int, tuple[Pages, int]] = {}
+    for pages in (view.pages for view in outputs):
+        if pages is not None and id(pages) not in tables:
+            tables[id(pages)] = (pages, image.add(pages.numbers))
+    table = np.array([_target(view, tables) for view in outputs], structs.TARGET)
+    return image.add(table, pages=table["page_rows"] > 0)
+
+
+def _target(view: View, tables: dict[int, tuple[Pages, int]]) -> tuple[int, ...]:
+    kind = OUTPUT_TYPES[view.dtype]
+    if view.pages is None:
+        return (view.address, 0, view.head_stride, view.row_stride, 0, 0, 0, kind)
+    pages, offset = tables[id(view.pages)]
+    return (
+        view.address, offset, view.head_stride, view.row_stride, pages.stride, view.first_row,
+        pages.rows, kind,
+    )  # fmt: skip
+
+
+def _rotations(image: Image, plan: Plan) -> int:
+    table = np.array(
+        [
+            (*(image.add(np.ascontiguousarray(part)) for part in pair), pair[0].shape[1])
+            for pair in plan.targets.ropes
+        ],
+        structs.ROTATION,
+    )
+    return image.add(table, cos=ALL, sin=ALL)
