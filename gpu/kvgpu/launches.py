@@ -8,7 +8,7 @@ from typing import Final, Literal
 import numpy as np
 import numpy.typing as npt
 
-Kernel = Literal["kv_decode_lanes", "kv_decode_blocks", "kv_copy_rows"]
+Kernel = Literal["kv_decode_lanes", "kv_decode_blocks", "kv_decode_blocks_compact", "kv_copy_rows"]
 
 WARP: Final = 32
 #: Threads of a processor that the registers of the kernels leave room for.

@@ -23,7 +23,7 @@ from .arrays import Pages, View, bytes_of
 from .device import Constants
 from .host import host_values
 from .image import ALL, Image
-from .launches import WARP, Grid, Launch, Limits, block_grid, lane_grid
+from .launches import WARP, Grid, Kernel, Launch, Limits, block_grid, lane_grid
 
 # csrc/lane.hpp kClassModels.
 _CLASS_MODELS: Final = 147
@@ -138,28 +138,33 @@ class Staging:
         self, tables: BlockArrays, plan: Plan, grid: Grid, shared: dict[str, int]
     ) -> None:
         rans = plan.blocks.rans
-        names = ("blocks", "streams", "mean", "rho", "classes", "order")
-        arrays: list[npt.NDArray[Any]] = [*tables]
+        blocks, streams, mean, rho, classes, order = tables
+        components = np.empty(len(mean), structs.COMPONENT)
+        components["mean"] = mean
+        components["rho_class"] = rho + (classes.astype(np.uint32) << np.uint32(8))
         pointers = shared | {
-            name: self.image.add(array) for name, array in zip(names, arrays, strict=True)
+            "blocks": self.image.add(blocks),
+            "streams": self.image.add(streams),
+            "components": self.image.add(components),
+            "order": self.image.add(order),
         }
         shared_bytes = 4 * grid.shared_words * (grid.block_threads // WARP)
         numbers = {
             "slots": self._constants.address(rans, "slots", lambda: rans.slots),
-            "n_blocks": len(tables[0]),
+            "n_blocks": len(blocks),
             "shared_words": grid.shared_words,
             "scratch_words": grid.scratch_words,
             "n_warps": grid.n,
         }
+        kernel: Kernel = "kv_decode_blocks"
         if grid.compact:
+            kernel = "kv_decode_blocks_compact"
             address = self._constants.address(rans, "compact", lambda: rans.compact)
             numbers["compact"] = address
             shared_bytes += 4 * _compact_words(rans)
         arguments = _struct(self.image, structs.BLOCK_ARGUMENTS, pointers, numbers)
         n_ctas = -(-grid.n * WARP // grid.block_threads)
-        self.launches.append(
-            Launch("kv_decode_blocks", arguments, n_ctas, grid.block_threads, shared_bytes)
-        )
+        self.launches.append(Launch(kernel, arguments, n_ctas, grid.block_threads, shared_bytes))
 
     def _copy_rows(self, values: dict[int, npt.NDArray[Any]], targets: int) -> None:
         copies = np.zeros(len(values), structs.COPY)

@@ -36,14 +36,14 @@ LANE_ARGUMENTS: Final = np.dtype(
         ("n_threads", "u8"),
     ]
 )
+#: Rho in bits 0 to 7 of ``rho_class``, the class in 8 to 15.
+COMPONENT: Final = np.dtype([("mean", "i4"), ("rho_class", "u4")])
 BLOCK_ARGUMENTS: Final = np.dtype(
     [
         ("blocks", "u8"),
         ("n_blocks", "u8"),
         ("streams", "u8"),
-        ("mean", "u8"),
-        ("rho", "u8"),
-        ("classes", "u8"),
+        ("components", "u8"),
         ("order", "u8"),
         ("slots", "u8"),
         ("compact", "u8"),

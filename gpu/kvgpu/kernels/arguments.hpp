@@ -47,10 +47,19 @@ static_assert(sizeof(LaneArguments) == 96, "structs.LANE_ARGUMENTS");
 // Scratch of a lane: its models, two words of state and a value for each channel.
 KV_HD kv_u64 lane_words(kv_u64 n_classes, kv_u64 width) { return n_classes * kClassModels + 3 * width; }
 
+// A component's mean, rho and class, which a warp reads at once.
+struct alignas(8) Component {
+  kv_i32 mean;
+  kv_u32 rho_class;  // rho in bits 0 to 7, class in 8 to 15
+  KV_HD kv_i32 rho() const { return (kv_i32)(rho_class & 0xFF); }
+  KV_HD kv_u32 cls() const { return rho_class >> 8; }
+};
+static_assert(sizeof(Component) == 8, "structs.COMPONENT");
+
 // KVR1: one warp per block. Threads come in whole warps, at most kMaxWarps to a thread block.
 struct BlockArguments {
   kv_u64 blocks, n_blocks;          // of kvr1::Block
-  kv_u64 streams, mean, rho, classes, order;  // of kvr1::Stream, i32, u8, u8, u32
+  kv_u64 streams, components, order;  // of kvr1::Stream, Component, u32
   kv_u64 slots;                     // RansTables.slots
   kv_u64 compact;                   // RansTables.compact, 0: look up in `slots`
   kv_u64 sources, targets, rotations;
@@ -59,7 +68,7 @@ struct BlockArguments {
   kv_u64 scratch, scratch_words;    // of u32, so many for each warp; at least the components of every block with more
   kv_u64 n_warps;                   // warps that have scratch: any further ones do nothing
 };
-static_assert(sizeof(BlockArguments) == 136, "structs.BLOCK_ARGUMENTS");
+static_assert(sizeof(BlockArguments) == 120, "structs.BLOCK_ARGUMENTS");
 
 // Values at hand, [heads][rows][channels] of the target's type without gaps.
 struct Copy {

@@ -1,0 +1,279 @@
+// KVR1: a warp decodes a block, each lane one of its 32 states. FORMAT.md section 9; kvr1/portable.hpp is the CPU's.
+#pragma once
+
+#include "place.hpp"
+
+namespace kv::gpu {
+
+using namespace kvr1;
+
+// What a slot of a table means: `offset` is its place among the slots of its symbol.
+struct Symbol {
+  kv_u32 symbol, frequency, offset;
+};
+
+// Symbols looked up in RansTables.slots, 288 KB of memory.
+struct SlotTables {
+  const kv_u32* slots;
+  KV_DEVICE Symbol find(kv_u32 table, kv_u32 slot) const {
+    const kv_u32 word = load(slots + table * kSlots + slot);
+    return {(kv_u32)(slot_value(word) + kZeroSymbol), slot_frequency(word), slot_offset(word)};
+  }
+};
+
+// Symbols looked up in RansTables.compact, 81 KB of shared memory: two look-ups, whose lanes mostly meet different banks.
+struct CompactTables {
+  const kv_u32* words;
+  KV_DEVICE Symbol find(kv_u32 table, kv_u32 slot) const {
+    const kv_u32 symbol = ((const kv_u8*)words)[table * kSlots + slot];
+    const kv_u32 word = words[kCompactSymbols + table * kCompactRow + symbol];
+    return {symbol, word & (kSlots - 1), slot - (word >> 16)};
+  }
+};
+
+KV_DEVICE Component load(const Component* from) {
+#if defined(__CUDACC_RTC__)
+  const int2 both = __ldg((const int2*)from);
+  return {both.x, (kv_u32)both.y};
+#else
+  return *from;
+#endif
+}
+
+// The words of a payload. Past their end zeros are read, and `next` tells afterwards.
+struct BlockWords {
+  const kv_u8* bytes;
+  kv_u32 n, next;
+
+  KV_DEVICE kv_u32 at(kv_u32 i) const {
+    if (i >= n) return 0;
+    const kv_u8* word = bytes + 2 * (kv_u64)i;
+    if ((kv_u64)bytes % 2 == 0) return load((const kv_u16*)word);
+    return load(word) | (kv_u32)load(word + 1) << 8;
+  }
+  KV_DEVICE kv_u32 take() { return at(next++); }
+  KV_DEVICE bool overrun() const { return next > n; }
+};
+
+template <class SymbolTables>
+struct BlockDecoder {
+  SymbolTables tables;
+  const Component* components;
+  kv_i32* previous;         // values of each component, of the token before or already of this one
+  BlockWords words;
+  kv_u32 least;             // states below it take a word: kLeastState, 0 where nothing renormalises
+  kv_u32 sink_classes;      // added to classes
+  kv_i32 scale;             // of residuals
+  PerLane<kv_u32> x;
+  PerLane<kv_u32> magnitude;  // bits of those of a token's values
+
+  // False: the payload is too short or its states are none.
+  KV_DEVICE bool start(const Source& source) {
+    if (source.n_bytes < kHeadBytes || source.n_bytes % 2 == 0) return false;
+    const kv_u8* bytes = gpu::at<const kv_u8>(source.bytes);
+    PerLane<bool> bad;
+    KV_EACH_LANE(i) {
+      const kv_u8* state = bytes + 1 + 4 * i;
+      x[i] = state[0] | (kv_u32)state[1] << 8 | (kv_u32)state[2] << 16 | (kv_u32)state[3] << 24;
+      bad[i] = x[i] < kLeastState;
+      magnitude[i] = 0;
+    }
+    words = {bytes + kHeadBytes, (kv_u32)((source.n_bytes - kHeadBytes) / 2), 0};
+    least = kLeastState;
+    return !any(bad);
+  }
+
+  // States below the least one take the next words, in the order of the lanes.
+  KV_DEVICE void renormalise(kv_u32 lanes) {
+    PerLane<bool> takes;
+    KV_EACH_LANE(i) { takes[i] = i < lanes && x[i] < least; }
+    const kv_u32 mask = ballot(takes);
+    KV_EACH_LANE(i) {
+      if (takes[i]) x[i] = x[i] << 16 | words.at(words.next + count(mask & lanes_below(i)));
+    }
+    words.next += count(mask);
+  }
+
+  // One step: the components from `first` on, as many as lanes.
+  KV_DEVICE void decode(kv_u32 first, kv_u32 lanes) {
+    PerLane<kv_i32> q;
+    PerLane<Component> component;
+    PerLane<kv_u32> cls;
+    PerLane<bool> more;  // than the value of its slot
+    KV_EACH_LANE(i) {
+      more[i] = false;
+      if (i < lanes) {
+        component[i] = load(components + first + i);
+        cls[i] = sink_class(component[i].cls(), sink_classes);
+        const Symbol found = tables.find(table_of(cls[i]), x[i] & (kSlots - 1));
+        x[i] = found.frequency * (x[i] >> kSlotBits) + found.offset;
+        q[i] = (kv_i32)found.symbol - kZeroSymbol;
+        more[i] = found.symbol == 0 || cls[i] >= kLowBitsFrom;
+      }
+    }
+    renormalise(lanes);
+    if (any(more)) low_bits_and_escapes(lanes, cls, q);
+    KV_EACH_LANE(i) {
+      if (i < lanes) {
+        const kv_u32 c = first + i;
+        const kv_i32 mean = component[i].mean, rho = component[i].rho();
+        const kv_i32 value = mean + ((rho * (previous[c] - mean)) >> 4) + q[i] * scale;
+        previous[c] = value;
+        magnitude[i] |= (kv_u32)(value < 0 ? -value : value);
+      }
+    }
+  }
+
+  KV_DEVICE void low_bits_and_escapes(kv_u32 lanes, const PerLane<kv_u32>& cls, PerLane<kv_i32>& q) {
+    PerLane<bool> escapes;
+    KV_EACH_LANE(i) {
+      escapes[i] = false;
+      if (i < lanes) {
+        escapes[i] = q[i] == -kZeroSymbol;
+        const kv_u32 shift = shift_of(cls[i]);
+        q[i] = (kv_i32)((kv_u32)q[i] << shift | (x[i] & ((1u << shift) - 1)));
+        x[i] >>= shift;
+      }
+    }
+    renormalise(lanes);
+    for (kv_u32 mask = ballot(escapes); mask != 0; mask &= mask - 1) {
+      const kv_u32 low = words.take(), high = low & 0x8000 ? words.take() : 0;
+      const kv_u32 z = (low & 0x7FFF) | high << 15;
+      const kv_i64 value = (kv_i32)(z >> 1) ^ -(kv_i32)(z & 1);
+      KV_EACH_LANE(i) {
+        if (i == lowest(mask)) {
+          const kv_u32 shift = shift_of(cls[i]);
+          const kv_i64 residual = value * (1ll << shift) + (q[i] & ((1 << shift) - 1));
+          const kv_u64 distance = (kv_u64)(residual < 0 ? -residual : residual) * (kv_u64)scale;
+          // What is too far fails the block, as values beyond the limit do.
+          if (distance >= kMaxDistance) magnitude[i] = kValueLimit;
+          q[i] = distance >= kMaxDistance ? 0 : (kv_i32)residual;
+        }
+      }
+    }
+  }
+
+  // From here on nothing renormalises: states lose the least value, which encoding began with.
+  KV_DEVICE void make_bare() {
+    KV_EACH_LANE(i) { x[i] -= kLeastState; }
+    least = 0;
+  }
+
+  // After a token: whether a value is too large or the words have ended.
+  KV_DEVICE bool fails() const {
+    PerLane<bool> beyond;
+    KV_EACH_LANE(i) { beyond[i] = magnitude[i] >= (kv_u32)kValueLimit; }
+    return any(beyond) || words.overrun();
+  }
+
+  // Whether a block ends as encoders leave it.
+  KV_DEVICE bool at_end() {
+    if (least != 0) make_bare();
+    PerLane<bool> left;
+    KV_EACH_LANE(i) { left[i] = x[i] != 0; }
+    return !any(left) && words.next == words.n;
+  }
+};
+
+// A row of each head to the output. Of an odd number of channels the last is in no pair.
+template <kv_u32 kType>
+KV_DEVICE void emit_rows(const Stream& s, const kv_u32* order, const kv_i32* values, kv_u64 row, kv_u64 head_bytes,
+                         const RotationRow& rotation, PerLane<bool>& overflow) {
+  const kv_u32 half = s.head_dim / 2, n = s.head_dim - half;
+KV_ONCE
+  for (kv_u32 head = 0; head < s.heads; ++head, values += s.head_dim, row += head_bytes) {
+    KV_EACH_LANE(i) {
+KV_ONCE
+      for (kv_u32 c = i; c < n; c += 32) {
+        Pair pair{c < half ? (float)values[c] * s.unit : 0.0f, (float)values[half + c] * s.unit};
+        if (rotation.cos != nullptr) {
+          if (c < s.n_pairs) pair = rotated(pair, load(rotation.cos + c), load(rotation.sin + c));
+          overflow[i] |= beyond_float32(pair.first) | beyond_float32(pair.second);
+        }
+        if (c < half) put<kType>(row, load(order + c), pair.first, overflow[i]);
+        put<kType>(row, load(order + half + c), pair.second, overflow[i]);
+      }
+    }
+  }
+}
+
+KV_DEVICE void emit_block(const BlockArguments& a, const Block& b, const Stream& s, const kv_i32* values, kv_u32 token,
+                          PerLane<bool>& overflow) {
+  const Target& target = at<const Target>(a.targets)[b.output];
+  const kv_u32* order = at<const kv_u32>(a.order) + s.order;
+  const kv_u32 i = token - b.skip;
+  const kv_u64 row = row_address(target, b.row + i);
+  const kv_u64 head_bytes = (kv_u64)target.head_stride * size_of(target.type);
+  const Rotation* rotation = b.rope < 0 ? nullptr : at<const Rotation>(a.rotations) + b.rope;
+  const RotationRow angles = rotation_row(rotation, b.rope_row + i, 0);
+  if (target.type == kFloat32)
+    emit_rows<kFloat32>(s, order, values, row, head_bytes, angles, overflow);
+  else if (target.type == kFloat16)
+    emit_rows<kFloat16>(s, order, values, row, head_bytes, angles, overflow);
+  else
+    emit_rows<kBfloat16>(s, order, values, row, head_bytes, angles, overflow);
+}
+
+template <class SymbolTables>
+KV_DEVICE Status decode_block(const BlockArguments& a, const SymbolTables& tables, const Block& b, kv_i32* previous) {
+  const Stream& s = at<const Stream>(a.streams)[b.stream];
+  BlockDecoder<SymbolTables> decoder;
+  decoder.tables = tables;
+  decoder.components = at<const Component>(a.components) + s.components;
+  decoder.previous = previous;
+  const Source& source = at<const Source>(a.sources)[b.payload];
+  if (!decoder.start(source)) return kBadBlock;
+
+  const kv_u32 n = s.heads * s.head_dim, full = n / 32 * 32, steps = (n + 31) / 32;
+  // The last steps, so many, are bare: those of this token from this component on, and all of later tokens.
+  const kv_u32 bare_steps = *at<const kv_u8>(source.bytes), bare_tokens = (bare_steps + steps - 1) / steps;
+  if (bare_tokens > b.n_tokens) return kBadBlock;
+  const kv_u32 bare_token = b.n_tokens - bare_tokens, bare_first = 32 * (bare_tokens * steps - bare_steps);
+
+  PerLane<bool> overflow;
+  KV_EACH_LANE(i) {
+    overflow[i] = false;
+KV_ONCE
+    for (kv_u32 c = i; c < n; c += 32) previous[c] = decoder.components[c].mean;
+  }
+  for (kv_u32 token = 0; token < b.stop; ++token) {
+    const bool sink = b.first_token + token < s.sink;
+    decoder.sink_classes = sink ? s.sink_classes : 0;
+    decoder.scale = sink ? 1 : (kv_i32)s.sink_div;
+    kv_u32 first = 0, until = token == bare_token ? bare_first : full;
+    for (;;) {
+KV_ONCE
+      for (; first < until; first += 32) decoder.decode(first, 32);
+      if (token != bare_token || decoder.least == 0) break;
+      decoder.make_bare();
+      until = full;
+    }
+    if (full < n) decoder.decode(full, n - full);
+    if (decoder.fails()) return kBadBlock;
+    if (token < b.skip) continue;
+    sync_warp();
+    emit_block(a, b, s, previous, token, overflow);
+    sync_warp();
+  }
+  if (b.stop == b.n_tokens && !decoder.at_end()) return kBadBlock;
+  return any(overflow) ? kOverflow : kOk;
+}
+
+// All blocks that are warp `warp`'s, of however many warps. `shared`: its own words of shared memory.
+template <class SymbolTables>
+KV_DEVICE void decode_blocks(const BlockArguments& a, const SymbolTables& tables, kv_u32 warp, kv_u32* shared) {
+  if (warp >= a.n_warps) return;
+  for (kv_u32 i = warp; i < a.n_blocks; i += a.n_warps) {
+    const Block& block = at<const Block>(a.blocks)[i];
+    const Stream& stream = at<const Stream>(a.streams)[block.stream];
+    const bool fits = stream.heads * stream.head_dim <= a.shared_words;
+    kv_u32* previous = fits ? shared : at<kv_u32>(a.scratch) + warp * a.scratch_words;
+    const Status status = decode_block(a, tables, block, (kv_i32*)previous);
+    sync_warp();
+    KV_EACH_LANE(lane) {
+      if (lane == 0) at<kv_u8>(a.status)[i] = status;
+    }
+  }
+}
+
+}  // namespace kv::gpu
