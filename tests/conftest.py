@@ -16,14 +16,45 @@ import urllib.request
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import host_kernels
 import numpy as np
 import pytest
+from kvcodecs import _core
 from kvtools import cli
 
 import kvstore
 
 # Started with nohup, the tests of closing terminals would find that children ignore it.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--kernels-on-host",
+        action="store_true",
+        help="decode every plan with the GPU kernels, compiled for the host, and compare",
+    )
+
+
+@pytest.fixture(scope="session")
+def host_library(tmp_path_factory: pytest.TempPathFactory):
+    """The GPU kernels, compiled for the host."""
+    return host_kernels.build(tmp_path_factory.mktemp("kernels"))
+
+
+@pytest.fixture
+def checked_kernels(host_library, monkeypatch: pytest.MonkeyPatch):
+    """Every plan is decoded with the GPU kernels on the host, and compared with the core."""
+    checked = host_kernels.CheckedKernels(host_kernels.HostKernels(host_library))
+    monkeypatch.setattr(_core, "run_lanes", checked.run_lanes)
+    monkeypatch.setattr(_core, "run_blocks", checked.run_blocks)
+    return checked
+
+
+@pytest.fixture(autouse=True)
+def _decode_with_kernels(request: pytest.FixtureRequest):
+    if request.config.getoption("--kernels-on-host"):
+        request.getfixturevalue("checked_kernels")
 
 
 @pytest.fixture

@@ -33,6 +33,11 @@ def build(folder: Path) -> ctypes.CDLL:
             os.environ["LD_PRELOAD"] = preload
 
 
+def struct_sizes(library: ctypes.CDLL) -> list[int]:
+    """Return the sizes of the kernels' structs, in the order of the shim."""
+    return list((ctypes.c_uint32 * 8).in_dll(library, "kv_sizes"))
+
+
 def as_targets(outputs, types):
     """Return TARGET rows of NumPy arrays."""
     rows = np.zeros(len(outputs), structs.TARGET)
@@ -181,9 +186,11 @@ class CheckedKernels:
         self.n_compared = 0
         self.statuses: set[int] = set()
 
-    def run_lanes(self, prior, lanes, channels, classes, payloads, outputs, types, ropes, *rest, **k):
+    def run_lanes(
+        self, prior, lanes, channels, classes, payloads, outputs, types, ropes, *rest, **k
+    ):
         given = (prior, lanes, channels, classes, payloads)
-        expected, core = _fresh(outputs), None
+        expected = _fresh(outputs)
         core = self._run_lanes(*given, expected, types, ropes, *rest, **k)
         status = self._kernels.run_lanes(*given, outputs, types, ropes, *rest)
         self._compare_status(status, core)
@@ -196,12 +203,24 @@ class CheckedKernels:
         return status
 
     def run_blocks(
-        self, tables, blocks, streams, mean, rho, classes, order, payloads, outputs, types, ropes, *r
+        self,
+        tables,
+        blocks,
+        streams,
+        mean,
+        rho,
+        classes,
+        order,
+        payloads,
+        outputs,
+        types,
+        ropes,
+        *rest,
     ):
         given = (tables, blocks, streams, mean, rho, classes, order, payloads)
         expected = _fresh(outputs)
-        core = self._run_blocks(*given, expected, types, ropes, *r)
-        status = self._kernels.run_blocks(*given, outputs, types, ropes, *r)
+        core = self._run_blocks(*given, expected, types, ropes, *rest)
+        status = self._kernels.run_blocks(*given, outputs, types, ropes, *rest)
         self._compare_status(status, core)
         streams = np.frombuffer(streams, STREAM_DTYPE)
         for block in np.frombuffer(blocks, BLOCK_DTYPE)[status == 0]:

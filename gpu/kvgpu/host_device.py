@@ -19,7 +19,14 @@ from .launches import Launch, Limits
 from .source import headers_folder, kernels_folder
 
 #: Multiply and add stay separate, as everywhere.
-_OPTIONS: Final = ("-std=c++17", "-O2", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-shared")
+_OPTIONS: Final = (
+    "-std=c++17",
+    "-O2",
+    "-ffp-contract=off",
+    "-fno-strict-aliasing",
+    "-fPIC",
+    "-shared",
+)
 # A page more than asked for at the ends, which sanitizers and a poison value make visible.
 _POISON: Final = 0xA5
 
