@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from kvcodecs.codec import codec_by_number
 from kvcodecs.errors import Corrupt, KvError, Truncated, Unsupported
 from kvcodecs.frame import (
@@ -30,6 +29,7 @@ from kvcodecs.spec import F32, Kind, KState, StreamSpec
 from . import keys
 from .backend import Snapshot
 from .codings import MOST_OWNERS, Coding, Codings
+from .destination import Destination, Host
 from .forklock import ForkLock
 from .identity import Model
 from .passing import Passing
@@ -46,13 +46,16 @@ _MOST_AHEAD: Final = 256
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Tokens ``[start, stop)`` of one stream, and the output for them."""
+    """Tokens ``[start, stop)`` of one stream, and the output for them.
+
+    `out` is an array of the host, or what a `Destination` views one of a device as.
+    """
 
     layer: int
     kind: Kind
     start: int
     stop: int
-    out: npt.NDArray[Any]
+    out: Any
 
 
 class Reader:
@@ -253,10 +256,12 @@ class Reader:
         k_state: KState,
         n_threads: int | None,
         position_offset: int = 0,
+        into: Destination | None = None,
     ) -> None:
         """Check every frame of the requests, then decode them into their outputs.
 
-        K after RoPE is rotated for positions shifted by `position_offset`.
+        K after RoPE is rotated for positions shifted by `position_offset`. The outputs are of
+        `into`, or of the host.
 
         Raises
         ------
@@ -292,15 +297,16 @@ class Reader:
             passing.release()
         many = many or len(batches) > 1
         tables = Tables()
-        for batch in batches:
-            plan = Plan()
-            for work in batch:
-                self.schedule(plan, work, tables, position_offset)
-            plan.run(n_threads)
-            if many:
+        with (into or Host()).queue(n_threads) as queue:
+            for batch in batches:
+                plan = Plan()
                 for work in batch:
-                    passing.add(work.payload)
-                passing.release()
+                    self.schedule(plan, work, tables, position_offset)
+                queue.add(plan)
+                if many:
+                    for work in batch:
+                        passing.add(work.payload)
+                    passing.release()
         self.note_read(len(todo))
 
     def decode(self, snapshot: Snapshot, piece: Piece, layer: int, kind: Kind) -> Decoded:

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-import numpy.typing as npt
 from kvcodecs.errors import InvalidArgument
 from kvcodecs.plan import check_threads
 from kvcodecs.spec import KINDS, Kind, KState, float_dtype
 
 from .backend import Snapshot
+from .destination import destination, dtype_of
 from .identity import Model
 from .info import SessionInfo, session_info
 from .matching import Promise
@@ -24,8 +24,6 @@ from .token_range import check_range, check_token
 
 if TYPE_CHECKING:
     from .opened import OpenArchive
-
-Tensor = npt.NDArray[Any]
 
 # Before an output of so much is allocated, the record's promise of tokens is looked at. Smaller
 # ones are allocated right away: the read finds a missing frame before it writes.
@@ -99,10 +97,11 @@ class StoredSession:
         k_state: KState = "pre",
         dtype: str | np.dtype[Any] | type | None = None,
         *,
-        out: Tensor | None = None,
+        out: Any = None,
         position_offset: int = 0,
         n_threads: int | None = None,
-    ) -> Tensor:
+        device: str | None = None,
+    ) -> Any:
         """Return committed tokens ``[start, stop)`` of one stream.
 
         Parameters
@@ -118,17 +117,22 @@ class StoredSession:
             float32, float16 or bfloat16; None means the model's, or float32 if it has none.
         out : (heads, stop - start, head_dim), optional
             Written instead of a new array; last axis contiguous. Untouched if a stored byte
-            proves wrong.
+            proves wrong. May be an array of a GPU, a PyTorch tensor among them, or
+            `kvgpu.Paged`.
         position_offset
             K after RoPE is rotated for positions so much later (earlier where negative): to use
             the tokens at another place of a context. V and K before RoPE stay the same.
         n_threads
             None: one per CPU this process may use. The result does not depend on it.
+        device
+            ``"cpu"``, or ``"cuda"``: decode on CuPy's current device, see `kvgpu.decode`. None:
+            where `out` lies, and without it on the host. The bits are the same.
 
         Returns
         -------
         x : (heads, stop - start, head_dim)
-            Within half a step of the input in the coded domain, plus half an ulp of `dtype`.
+            A NumPy or a CuPy array, or `out`. Within half a step of the input in the coded domain,
+            plus half an ulp of `dtype`.
 
         Raises
         ------
@@ -136,10 +140,12 @@ class StoredSession:
             No such stream or range, one that was trimmed, a shifted position below 0, or a value
             that overflows float16.
         Truncated, Corrupt, Unsupported
-            Stored bytes are not what was written; names the block.
+            Stored bytes are not what was written; names the block. `Unsupported` also where
+            there is no GPU to decode on.
         NotFound
             The session has been deleted.
         """
+        into = destination(device, out)
         with self._archive._read() as snapshot:
             record = self._record(snapshot)
             spec = self.model.stream(layer, kind)
@@ -149,19 +155,22 @@ class StoredSession:
             _check_k_state(k_state)
             n_threads = check_threads(n_threads)
             shape = (spec.heads, stop - start, spec.head_dim)
-            out_dtype = self._dtype(dtype) if out is None else out.dtype
+            where = f"{self._where} layer {layer} {kind}"
+            out_dtype = self._dtype(dtype) if out is None else dtype_of(out, where)
             if math.prod(shape) * out_dtype.itemsize >= _LARGE_BYTES:
                 self._reader.check_end(snapshot, record, layer, kind, stop)
             if out is None:
-                out = np.empty(shape, out_dtype)
-            elif out.shape != shape or (dtype is not None and out.dtype != float_dtype(dtype)):
+                out = into.empty(shape, out_dtype)
+            elif tuple(out.shape) != shape or (
+                dtype is not None and out_dtype != float_dtype(dtype)
+            ):
                 raise InvalidArgument(
-                    f"{self._where} layer {layer} {kind}: out is {out.dtype} {out.shape}, "
+                    f"{where}: out is {out.dtype} {tuple(out.shape)}, "
                     f"expected {dtype or 'a float type'} {shape}"
                 )
-            request = Request(layer, kind, start, stop, out)
+            request = Request(layer, kind, start, stop, into.view(out))
             offset = check_offset(position_offset)
-            self._reader.read(snapshot, record, [request], k_state, n_threads, offset)
+            self._reader.read(snapshot, record, [request], k_state, n_threads, offset, into)
         self._archive._room.note_use(self._id)
         return out
 
@@ -175,7 +184,8 @@ class StoredSession:
         *,
         position_offset: int = 0,
         n_threads: int | None = None,
-    ) -> tuple[Tensor | list[Tensor | None], Tensor | list[Tensor | None]]:
+        device: str | None = None,
+    ) -> tuple[Any, Any]:
         """Return committed tokens ``[start, stop)`` of K and V of all layers, or of `layers`.
 
         The parameters are those of `read`.
@@ -185,7 +195,8 @@ class StoredSession:
         k, v
             ``(layers, heads, n, head_dim)`` each where the layers are alike, else a list of
             ``(heads, n, head_dim)`` per layer, with None where V is absent. With `start` None each
-            layer from its first token: those with a window may have fewer.
+            layer from its first token: those with a window may have fewer. With ``device="cuda"``
+            CuPy arrays.
 
         Raises
         ------
@@ -195,8 +206,9 @@ class StoredSession:
         chosen = range(self.model.n_layers) if layers is None else _layers(layers)
         _check_k_state(k_state)
         n_threads = check_threads(n_threads)
+        into = destination(device)
         requests: list[Request] = []
-        results: list[Tensor | list[Tensor | None]] = []
+        results: list[Any] = []
         with self._archive._read() as snapshot:
             record = self._record(snapshot)
             out_dtype = self._dtype(dtype)
@@ -209,8 +221,8 @@ class StoredSession:
                 ]
                 alike = self.model.is_uniform(chosen, kind) and len(set(ranges)) == 1
                 left = iter(ranges)
-                parts: list[Tensor | None] = []
-                stacked: Tensor | None = None
+                parts: list[Any] = []
+                stacked: Any = None
                 for i, layer in enumerate(chosen):
                     if not self.model.has_stream(layer, kind):
                         parts.append(None)
@@ -221,13 +233,13 @@ class StoredSession:
                     if n_tensors * math.prod(shape) * out_dtype.itemsize >= _LARGE_BYTES:
                         self._reader.check_end(snapshot, record, layer, kind, hi)
                     if stacked is None and alike:
-                        stacked = np.empty((len(chosen), *shape), out_dtype)
-                    part = np.empty(shape, out_dtype) if stacked is None else stacked[i]
+                        stacked = into.empty((len(chosen), *shape), out_dtype)
+                    part = into.empty(shape, out_dtype) if stacked is None else stacked[i]
                     parts.append(part)
-                    requests.append(Request(layer, kind, lo, hi, part))
+                    requests.append(Request(layer, kind, lo, hi, into.view(part)))
                 results.append(parts if stacked is None else stacked)
             offset = check_offset(position_offset)
-            self._reader.read(snapshot, record, requests, k_state, n_threads, offset)
+            self._reader.read(snapshot, record, requests, k_state, n_threads, offset, into)
         self._archive._room.note_use(self._id)
         return results[0], results[1]
 

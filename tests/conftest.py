@@ -17,9 +17,12 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import host_kernels
+import kvgpu
 import numpy as np
 import pytest
 from kvcodecs import _core
+from kvgpu.device import current, using
+from kvgpu.host_device import HostArray, HostDevice
 from kvtools import cli
 
 import kvstore
@@ -299,3 +302,36 @@ def sessions_of_every_kind(tmp_path_factory):
         archive.session("short").pin()
         assert archive.verify(decode=True).ok
     return path
+
+
+# -- devices to decode on: a stand-in everywhere, and with `-m gpu` CuPy's current one
+
+
+@dataclass
+class Gpu:
+    """A device, and how arrays come to it and back."""
+
+    device: object
+    put: object
+    get: object
+
+    def run(self, plan, **options):
+        """Execute a plan whose outputs are NumPy arrays, on the device."""
+        host = plan.targets.outputs
+        arrays = [self.put(np.ascontiguousarray(out)) for out in host]
+        kvgpu.decode(plan, out=arrays, **options)
+        for out, array in zip(host, arrays, strict=True):
+            out[...] = self.get(array)
+
+
+@pytest.fixture(params=["stand-in", pytest.param("cuda", marks=pytest.mark.gpu)])
+def gpu(request):
+    """The device that `kvgpu` decodes on in this test."""
+    if request.param == "cuda":
+        import cupy
+
+        yield Gpu(current(), cupy.asarray, cupy.asnumpy)
+        return
+    device = HostDevice(request.getfixturevalue("host_library"))
+    with using(device):
+        yield Gpu(device, lambda x: HostArray(x.copy()), lambda x: x.array)

@@ -5,6 +5,6 @@ Importing this touches no device, nor imports CuPy: that happens with the first 
 
 from .arrays import Paged
 from .cuda import is_available
-from .decoder import Decoding, Queue, decode
+from .decoder import Decoding, Destination, Queue, decode
 
-__all__ = ["Decoding", "Paged", "Queue", "decode", "is_available"]
+__all__ = ["Decoding", "Destination", "Paged", "Queue", "decode", "is_available"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Self
 
+import numpy as np
 from kvcodecs.errors import InvalidArgument
 from kvcodecs.plan import Plan, available_cpus
 from kvcodecs.targets import check_output, is_device_output
@@ -228,3 +229,22 @@ def _outputs(plan: Plan, out: Sequence[Any] | None, device: Device) -> list[View
             seen.add(id(view.owner))
         views.append(view)
     return views
+
+
+class Destination:
+    """Where `kvstore` reads to for ``device="cuda"``: arrays of the current device."""
+
+    def __init__(self) -> None:
+        self._device = current()
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        """Return a new array of the device's library."""
+        return self._device.empty(shape, dtype)
+
+    def view(self, array: Any) -> View:
+        """Return an array as plans take it: slices of its rows cost little."""
+        return view_of(array, self._device.from_dlpack)
+
+    def queue(self, n_threads: int | None) -> Queue:
+        """Return what executes plans."""
+        return Queue(n_threads)

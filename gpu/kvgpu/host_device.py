@@ -79,14 +79,14 @@ class HostDevice:
     Parameters
     ----------
     library
-        Of `compile_kernels`.
+        What `compile_kernels` made, loaded.
     limits
         To pretend.
     """
 
-    def __init__(self, library: Path, limits: Limits | None = None) -> None:
+    def __init__(self, library: ctypes.CDLL, limits: Limits | None = None) -> None:
         self.limits = limits or Limits(n_processors=2, shared_bytes=96 << 10)
-        self.kernels = ctypes.CDLL(str(library))
+        self.kernels = library
         self.uploads: Stream = HostStream(self)
         self.slots, self.constants = Slots(self), Constants(self)
         self.launched: list[Launch] = []
