@@ -13,8 +13,9 @@ FORBIDDEN = {
     "kvcodecs": {"kvstore", "kvgpu", "kvtools", "lmdb", "cupy", "torch"},
     "kvstore": {"kvtools", "cupy", "torch"},
     "kvtools": {"cupy"},
+    "kvgpu": {"kvstore", "kvtools", "torch"},
 }
-LAZY = {"zarr", "icechunk", "numcodecs", "torch", "kvgpu", "rich"}
+LAZY = {"zarr", "icechunk", "numcodecs", "torch", "kvgpu", "rich", "cupy"}
 # The modules that a lazy package may be imported by at module level; they are imported lazily.
 HOMES = {
     "numcodecs": {"numcodecs_codecs.py"},
@@ -68,7 +69,25 @@ def test_import_kvstore_leaves_the_heavy_packages_alone():
     loaded = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout.split()
-    assert not {"zarr", "numcodecs", "torch", "cupy", "rich"} & set(loaded)
+    assert not {"zarr", "numcodecs", "torch", "cupy", "kvgpu", "rich"} & set(loaded)
+
+
+def test_kvgpu_without_cupy_or_a_device():
+    """Importing it costs nothing; using it says what is missing."""
+    code = """
+import sys
+import kvgpu, kvgpu.staging
+assert "cupy" not in sys.modules
+sys.modules["cupy"] = None  # not installed
+assert not kvgpu.is_available()
+from kvcodecs.plan import Plan
+kvgpu.decode(Plan())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stderr.splitlines()[-1] == (
+        "kvcodecs.errors.Unsupported: decoding on a GPU needs CuPy: pip install 'kvstore[cuda12]' "
+        "or 'kvstore[cuda13]', as the driver needs"
+    )
 
 
 def test_flat_layers_are_imported_when_they_are_asked_for():

@@ -159,6 +159,9 @@ class CudaStream:
     def download(self, address: int, host: npt.NDArray[np.uint8]) -> None:
         self._copy(host.ctypes.data, address, host.nbytes, self._runtime.memcpyDeviceToHost)
 
+    def copy(self, source: int, target: int, n_bytes: int) -> None:
+        self._copy(target, source, n_bytes, self._runtime.memcpyDeviceToDevice)
+
     def launch(self, launch: Launch, base: int) -> None:
         # A number of NumPy is passed as it is: eight bytes, the pointer that kernels take.
         argument = np.uint64(base + launch.arguments)

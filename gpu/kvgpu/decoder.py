@@ -114,7 +114,7 @@ class Decoding:
 
     def upload(self) -> None:
         """Start to bring tables and payloads to the device; the host's may then change."""
-        self._finish()
+        self.synchronize()
         image = self._staging.image
         if self._slot is None:
             self._slot = self._device.slots.take()
@@ -126,7 +126,7 @@ class Decoding:
         """Start to decode what was uploaded, in the order of `stream`."""
         if self._slot is None or self._uploaded is None:
             raise InvalidArgument("decoding: nothing is uploaded yet")
-        self._finish()
+        self.synchronize()
         runs_in = self._device.stream(stream)
         runs_in.wait(self._uploaded)
         for launch in self._staging.launches:
@@ -140,14 +140,20 @@ class Decoding:
         """Return when the outputs are written; raise what `decode` raises."""
         if self._slot is None or self._done is None:
             raise InvalidArgument("decoding: nothing was launched")
-        self._finish()
+        self.synchronize()
         status = self._slot.status(self._staging.n_status)
         self._plan.check(self._staging.failures(status))
+
+    def synchronize(self) -> None:
+        """Return when the device is through with all that was started."""
+        for event in (self._uploaded, self._done):
+            if event is not None:
+                event.wait()
 
     def close(self) -> None:
         """Give the device's memory back, when the device is through with it."""
         if self._slot is not None:
-            self._finish()
+            self.synchronize()
             self._device.slots.give(self._slot)
             self._slot = None
 
@@ -156,11 +162,6 @@ class Decoding:
 
     def __exit__(self, *args: object) -> None:
         self.close()
-
-    def _finish(self) -> None:
-        for event in (self._uploaded, self._done):
-            if event is not None:
-                event.wait()
 
 
 class Queue:

@@ -45,6 +45,9 @@ class Stream(Protocol):
     def download(self, address: int, host: npt.NDArray[np.uint8]) -> None:
         """Copy device memory to pinned memory."""
 
+    def copy(self, source: int, target: int, n_bytes: int) -> None:
+        """Copy device memory to device memory."""
+
     def launch(self, launch: Launch, base: int) -> None:
         """Run a kernel; offsets count from `base`."""
 

@@ -131,6 +131,9 @@ class HostStream:
     def download(self, address: int, host: npt.NDArray[np.uint8]) -> None:
         ctypes.memmove(host.ctypes.data, address, host.nbytes)
 
+    def copy(self, source: int, target: int, n_bytes: int) -> None:
+        ctypes.memmove(target, source, n_bytes)
+
     def launch(self, launch: Launch, base: int) -> None:
         self._device.launched.append(launch)
         kernel = getattr(self._device.kernels, launch.kernel.replace("kv_", "kv_host_"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Final
 
@@ -20,7 +19,7 @@ OPTIONS: Final = ("--std=c++17", "--fmad=false")
 
 def kernels_folder() -> Path:
     """Return the folder of the kernels."""
-    return Path(str(files(__package__))) / "kernels"
+    return Path(__file__).parent / "kernels"
 
 
 def headers_folder() -> Path:
@@ -31,7 +30,7 @@ def headers_folder() -> Path:
     Unsupported
         They are not where an installation or a checkout has them.
     """
-    package = Path(str(files(kvcodecs)))
+    package = Path(kvcodecs.__file__).parent
     for folder in (package / "csrc", package.parent / "csrc"):
         if (folder / "lane.hpp").is_file():
             return folder

@@ -11,7 +11,7 @@ from kvtools.values import path, up_to
 #: The groups of `bench`.
 BENCH_GROUPS = (
     "codec", "rate", "peers", "file", "range", "open", "append", "prefix", "zarr", "schemes",
-    "rows", "attention", "flat", "import", "memory",
+    "rows", "attention", "flat", "import", "memory", "device",
 )  # fmt: skip
 #: Bounds of what `bench` repeats and writes.
 MAX_REPS = 10_000
@@ -28,13 +28,20 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     add_codec(parser, kinds=False)
     parser.add_argument("--reps", type=up_to(MAX_REPS), default=5, metavar="N", help="(default: 5)")
     parser.add_argument(
-        "--only", metavar="GROUPS", help=f"some of {','.join(BENCH_GROUPS)} (default: all)"
+        "--only",
+        metavar="GROUPS",
+        help=f"some of {','.join(BENCH_GROUPS)} (default: all but device)",
     )
-    parser.add_argument(
+    groups = parser.add_mutually_exclusive_group()
+    groups.add_argument(
         "--family", choices=("blockquant",),
         help="blockquant: the groups about ggml's schemes (schemes, rows, attention, flat): what "
         "each does to K, V and attention, and how fast rows are coded and read; minutes, with "
         "--only less",
+    )  # fmt: skip
+    groups.add_argument(
+        "--device", choices=("cuda",),
+        help="cuda: decode on the GPU, from 1 to 1,000,000 lanes at once; the group device",
     )  # fmt: skip
     parser.add_argument("--csv", type=path, metavar="FILE", help="write the rows here as well")
     parser.add_argument(

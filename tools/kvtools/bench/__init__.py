@@ -28,8 +28,14 @@ IMPORT_REPS = 5
 def run_bench(args: argparse.Namespace) -> int:
     """Run the chosen groups, print their rows, and write them as CSV if asked to."""
     codec_config(args)  # wrong usage is reported first
-    known = tuple(GROUPS) if args.family is None else FAMILIES[args.family]
-    chosen = list(known) if args.only is None else args.only.split(",")
+    if args.device is not None:
+        known: tuple[str, ...] = ("device",)
+    elif args.family is not None:
+        known = FAMILIES[args.family]
+    else:
+        known = tuple(GROUPS)
+    usual = [name for name in known if name != "device" or args.device]  # few machines have one
+    chosen = usual if args.only is None else args.only.split(",")
     unknown = [name for name in chosen if name not in known]
     if unknown:
         args.parser.error(f"--only {','.join(unknown)}: groups are {', '.join(known)}")
@@ -73,14 +79,16 @@ def run_bench(args: argparse.Namespace) -> int:
 
 
 def _show(rows: list[Row]) -> None:
-    from kvtools.bench import schemes
+    from kvtools.bench import device, schemes
 
-    report = [row for row in rows if row.group == schemes.GROUP]
-    others = [row for row in rows if row.group != schemes.GROUP]
-    if report:
-        schemes.show_schemes(report)
-    if report and others:
-        print()
+    reports = {schemes.GROUP: schemes.show_schemes, device.GROUP: device.show_device}
+    others = [row for row in rows if row.group not in reports]
+    for group, show in reports.items():
+        report = [row for row in rows if row.group == group]
+        if report:
+            show(report)
+        if report and len(report) < len(rows):
+            print()
     if others:
         lines = [(f"{r.group}: {r.name}", number_text(r.value), r.unit, r.note) for r in others]
         show_table("", ("what", "value", "unit", "note"), lines)
@@ -188,6 +196,12 @@ def _flat(args: argparse.Namespace, _: CodecConfig, sample: Sample, path: Path) 
     return measure_flat(sample, args.reps, path)
 
 
+def _device(args: argparse.Namespace, config: CodecConfig, sample: Sample, _: Path) -> list[Row]:
+    from kvtools.bench.device import measure_device
+
+    return measure_device(config, sample, args.reps)
+
+
 GROUPS: dict[str, _Group] = {
     "codec": _codec,
     "rate": _rate,
@@ -204,6 +218,7 @@ GROUPS: dict[str, _Group] = {
     "flat": _flat,
     "import": _import,
     "memory": _memory,
+    "device": _device,
 }
 
 #: The groups of ``--family``.

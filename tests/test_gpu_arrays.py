@@ -1,0 +1,222 @@
+"""What goes up to a device, and what can be written there: no kernel runs here."""
+
+import re
+import sys
+from types import SimpleNamespace
+
+import kvgpu
+import ml_dtypes
+import numpy as np
+import pytest
+from kvcodecs import _core
+from kvcodecs.errors import InvalidArgument, Unsupported
+from kvgpu import cuda, source
+from kvgpu.arrays import bytes_of, view_of
+from kvgpu.host_device import HostArray
+from kvgpu.image import ALL, Image
+from kvgpu.launches import Limits, block_grid, lane_grid
+
+
+class Tensor:
+    """A PyTorch tensor as far as it is looked at; bfloat16 has no array interface there."""
+
+    def __init__(self, array, *, is_cuda=True):
+        self.array, self.is_cuda = array, is_cuda
+        self.shape, self.dtype = array.shape, f"torch.{array.dtype.name}"
+
+    @property
+    def __cuda_array_interface__(self):
+        raise TypeError("not for bfloat16")
+
+    def data_ptr(self):
+        return self.array.ctypes.data
+
+    def stride(self):
+        return tuple(n // self.array.itemsize for n in self.array.strides)
+
+    def is_contiguous(self):
+        return self.array.flags.c_contiguous
+
+    def numel(self):
+        return self.array.size
+
+    def element_size(self):
+        return self.array.itemsize
+
+
+def refuse(array):
+    raise AssertionError("has a better way")
+
+
+X = np.zeros((2, 9, 8), np.float16)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("library", [HostArray, Tensor])
+def test_views_of_arrays(library, dtype):
+    wide = np.zeros((3, 2, 20, 12), dtype)
+    array = wide[1, :, 4:13, 2:10]
+    view = view_of(library(array), refuse)
+    assert (view.address, view.shape, view.dtype) == (array.ctypes.data, (2, 9, 8), array.dtype)
+    assert (view.head_stride, view.row_stride) == (240, 12)
+    part = view[:, 2:7]
+    assert (part.address, part.shape) == (array[:, 2:].ctypes.data, (2, 5, 8))
+    assert view_of(part, refuse) is part
+    described = part.__cuda_array_interface__
+    assert described["data"] == (part.address, False)
+    assert described["strides"] == array.strides
+    with pytest.raises(InvalidArgument, match="only rows can be sliced"):
+        view[1:, 2:]
+
+
+def test_arrays_that_speak_dlpack_alone():
+    other = SimpleNamespace(dtype="float16")
+    assert view_of(other, lambda array: HostArray(X)).address == X.ctypes.data
+
+
+@pytest.mark.parametrize(
+    ("array", "message"),
+    [
+        (X, "float32, float16 or bfloat16 on the device"),
+        (HostArray(X.view(np.int16)), "output HostArray of int16"),
+        (HostArray(X[0]), r"shape \(9, 8\), expected heads, rows, head_dim"),
+        (HostArray(X[..., ::2]), "last axis must be contiguous"),
+        (HostArray(X[:, ::-1]), "no stride negative"),
+        (Tensor(X, is_cuda=False), "lies on the host"),
+        (object(), "output object"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_written(array, message):
+    with pytest.raises(InvalidArgument, match=message):
+        view_of(array, refuse)
+
+
+def test_read_only_and_misplaced_arrays():
+    frozen = X.copy()
+    frozen.flags.writeable = False
+    with pytest.raises(InvalidArgument, match="read-only"):
+        view_of(HostArray(frozen), refuse)
+    odd = np.zeros(289, np.uint8)[1:].view(np.float16).reshape(2, 9, 8)
+    with pytest.raises(InvalidArgument, match="not where float16 may lie"):
+        view_of(HostArray(odd), refuse)
+
+
+def test_payloads_on_the_device():
+    x = np.zeros((4, 6), np.uint16)
+    for library in (HostArray, Tensor):
+        assert bytes_of(library(x)) == (x.ctypes.data, 48)
+        with pytest.raises(InvalidArgument, match="without gaps"):
+            bytes_of(library(x[:, :3]))
+
+
+POOL = HostArray(np.zeros((5, 2, 4, 8), np.float16))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"pages": [0, 5]}, "page 5: the pool has 5"),
+        ({"pages": [-1]}, "page -1"),
+        ({"pages": [0.5]}, "expected a list of numbers"),
+        ({"pages": [[1]]}, "expected a list of numbers"),
+        ({"pages": [1], "n_rows": 5}, re.escape("rows [0, 5): 1 pages hold 4")),
+        ({"pages": [1], "first_row": 5}, "1 pages hold 4"),
+        ({"pages": [1], "first_row": -1}, "1 pages hold 4"),
+        ({"pages": [1], "layout": "DHN"}, "layout 'DHN'"),
+        ({"pool": HostArray(X), "pages": [1]}, r"pool of shape \(2, 9, 8\)"),
+    ],
+    ids=str,
+)
+def test_pages_are_checked(arguments, message):
+    with pytest.raises(InvalidArgument, match=message):
+        kvgpu.Paged(**{"pool": POOL, **arguments})
+
+
+def test_an_image_is_its_parts_at_their_offsets():
+    rng = np.random.default_rng(0)
+    image = Image(100)
+    table = np.zeros(3, [("at", "u8"), ("n", "u4")])
+    parts = [rng.bytes(n) for n in (5, 0, 70, 16, 1)]
+    offsets = image.add_all(parts, np.array([len(p) for p in parts], np.uint64), 15)
+    assert (offsets % 16 == 15).all()
+    table["at"] = offsets[:3]
+    here = image.add(table, at=np.array([True, False, True]))
+    there = image.add(np.zeros(1, [("at", "u8")]), at=ALL)
+    assert image.first == 112
+    assert here % 16 == there % 16 == 0
+    for base in (1 << 40, 256):  # the memory of one decode may lie below that of the last
+        image.place(base)
+        assert table["at"].tolist() == [base + offsets[0], offsets[1], base + offsets[2]]
+    whole = np.zeros(image.stop, np.uint8)
+    image.write(0, whole, 2)
+    for offset, part in zip(offsets.tolist(), parts, strict=True):
+        assert whole[offset : offset + len(part)].tobytes() == part
+    assert whole[here : here + table.nbytes].tobytes() == table.tobytes()
+    for size in (1, 7, 64):
+        pieces = np.zeros(image.stop, np.uint8)
+        for start in range(0, image.stop, size):
+            image.write(start, pieces[start : start + size], 3)
+        assert pieces.tobytes() == whole.tobytes()
+
+
+def test_gathering_checks_its_offsets():
+    out = np.zeros(8, np.uint8)
+    for offsets in ([0, 2], [1 << 63, (1 << 64) - 1], [3, 0]):
+        with pytest.raises(InvalidArgument, match="gather"):
+            _core.gather([b"abc", b"de"], np.array(offsets, np.uint64), 0, out, 1)
+    with pytest.raises(InvalidArgument, match="one offset a part"):
+        _core.gather([b"abc"], np.zeros(2, np.uint64), 0, out, 1)
+    assert not out.any()
+
+
+def test_grids_fit_the_device():
+    limits = Limits(n_processors=132, shared_bytes=227 << 10)
+    for n in (1, 64, 4096, 65536, 10**6):
+        grid = lane_grid(n, 5000, limits)
+        assert 1 <= grid.n <= n
+        assert grid.scratch_bytes <= 1 << 30
+        for components in (32, 640, 8192, 1 << 20):
+            grid = block_grid(np.full(n, components), 20772, limits)
+            shared = 4 * (grid.compact * 20772 + grid.shared_words * grid.block_threads // 32)
+            assert shared <= limits.shared_bytes
+            assert grid.block_threads <= 1024
+            assert 1 <= grid.n <= n
+            assert grid.shared_words >= components or grid.scratch_words >= components
+    assert block_grid(np.full(10**6, 640), 20772, limits).compact
+    assert not block_grid(np.full(64, 640), 20772, limits).compact
+
+
+def test_the_source_stands_alone():
+    text = source.source()
+    assert '#include "' not in text
+    assert "#pragma once" not in text
+    for kernel in ("lanes", "blocks", "blocks_compact"):
+        assert re.search(rf"kv_decode_{kernel}\(const", text)
+    assert text.count("struct Lane {") == 1
+
+
+def test_a_header_that_is_missing(tmp_path, monkeypatch):
+    (tmp_path / "a.cu").write_text('#include "none.hpp"\n')
+    monkeypatch.setattr(source, "kernels_folder", lambda: tmp_path)
+    with pytest.raises(Unsupported, match=r"includes 'none\.hpp', which is missing"):
+        source.source("a.cu")
+
+
+class CudaError(RuntimeError):
+    pass
+
+
+@pytest.mark.parametrize("n_devices", [0, CudaError("cudaErrorInsufficientDriver")])
+def test_cupy_without_a_device(monkeypatch, n_devices):
+    def count():
+        if isinstance(n_devices, Exception):
+            raise n_devices
+        return n_devices
+
+    runtime = SimpleNamespace(getDeviceCount=count, CUDARuntimeError=CudaError)
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
+    cuda._cupy.cache_clear()
+    assert not kvgpu.is_available()
+    with pytest.raises(Unsupported, match=r"no CUDA device: (cudaErrorInsuff|the driver finds)"):
+        kvgpu.Destination()
