@@ -85,7 +85,6 @@ def test_arrays_that_speak_dlpack_alone():
         (Tensor(X, is_cuda=False), "lies on the host"),
         (object(), "output object"),
     ],
-    ids=str,
 )
 def test_what_cannot_be_written(array, message):
     with pytest.raises(InvalidArgument, match=message):
@@ -126,7 +125,6 @@ POOL = HostArray(np.zeros((5, 2, 4, 8), np.float16))
         ({"pages": [1], "layout": "DHN"}, "layout 'DHN'"),
         ({"pool": HostArray(X), "pages": [1]}, r"pool of shape \(2, 9, 8\)"),
     ],
-    ids=str,
 )
 def test_pages_are_checked(arguments, message):
     with pytest.raises(InvalidArgument, match=message):

@@ -100,7 +100,7 @@ def test_flat_layers_are_imported_when_they_are_asked_for():
 
 
 def test_the_headers_of_the_core_are_installed():
-    from importlib.resources import files
+    from kvgpu.source import headers_folder
 
-    source = files("kvcodecs").joinpath("csrc", "lane.hpp").read_text()
+    source = (headers_folder() / "lane.hpp").read_text()
     assert "struct LaneDecoder" in source

@@ -137,8 +137,7 @@ class HostStream:
     def launch(self, launch: Launch, base: int) -> None:
         self._device.launched.append(launch)
         kernel = getattr(self._device.kernels, launch.kernel.replace("kv_", "kv_host_"))
-        kernel.argtypes, kernel.restype = (ctypes.c_uint64,), None
-        kernel(base + launch.arguments)
+        kernel(ctypes.c_void_p(base + launch.arguments))
 
     def record(self) -> Event:
         return HostEvent()
