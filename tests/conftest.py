@@ -328,9 +328,10 @@ class Gpu:
 def gpu(request):
     """The device that `kvgpu` decodes on in this test."""
     if request.param == "cuda":
+        device = current()  # says what is missing
         import cupy
 
-        yield Gpu(current(), cupy.asarray, cupy.asnumpy)
+        yield Gpu(device, cupy.asarray, cupy.asnumpy)
         return
     device = HostDevice(request.getfixturevalue("host_library"))
     with using(device):

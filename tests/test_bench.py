@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -343,3 +344,57 @@ def test_csv_needs_its_folder(capsys, tmp_path):
     path = tmp_path / "no" / "rows.csv"
     assert cli.main(["bench", "--only", "import", "--csv", str(path)]) == 1
     assert "no such folder" in capsys.readouterr().err
+
+
+def test_decoding_on_a_device(monkeypatch, capsys, host_library, tmp_path):
+    """On the stand-in: what the times are of is right, the times mean nothing."""
+    from kvgpu.device import using
+    from kvgpu.host_device import HostDevice
+    from kvtools.bench import device
+
+    for name, value in {"SIZES": (1, 5, 100), "COPY_BYTES": 4096, "UPLOAD_BYTES": 4096}.items():
+        monkeypatch.setattr(device, name, value)
+    path = tmp_path / "x.csv"
+    with using(HostDevice(host_library)):
+        assert cli.main(["bench", "--device", "cuda", "--reps", "1", "--csv", str(path)]) == 0
+    rows = list(csv.DictReader(path.read_text().splitlines()))
+    assert {row["group"] for row in rows} == {"device"}
+    assert all(0 < float(row["value"]) < np.inf for row in rows)
+    names = {row["name"] for row in rows}
+    assert {"kvr1, 100 lane groups: decoded", "tkv1, 5 lanes: upload"} < names
+    table = capsys.readouterr().out
+    assert "end to end GB/s" in table
+    assert len([line for line in table.splitlines() if line.startswith(("kvr1,", "tkv1,"))]) == 6
+
+
+def test_a_device_that_decodes_wrong_is_found_out(monkeypatch, host_library, capsys):
+    from kvgpu.device import using
+    from kvgpu.host_device import HostDevice, HostStream
+    from kvtools.bench import device
+
+    launch = HostStream.launch
+
+    def wrong(self, what, base):
+        launch(self, what, base)
+        memory = next(arrays)
+        memory.array.reshape(-1).view(np.uint16)[-1] ^= 1
+
+    class Wrong(HostDevice):
+        def empty(self, shape, dtype):
+            made.append(super().empty(shape, dtype))
+            return made[-1]
+
+    made = []
+    arrays = iter(made)
+    for name, value in {"SIZES": (64,), "COPY_BYTES": 4096, "UPLOAD_BYTES": 4096}.items():
+        monkeypatch.setattr(device, name, value)
+    monkeypatch.setattr(HostStream, "launch", wrong)
+    with using(Wrong(host_library)):
+        assert cli.main(["bench", "--device", "cuda", "--reps", "1"]) == 1
+    assert "differs from the CPU's values" in capsys.readouterr().err
+
+
+def test_no_device_to_measure(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    assert cli.main(["bench", "--device", "cuda"]) == 1
+    assert "decoding on a GPU needs CuPy" in capsys.readouterr().err

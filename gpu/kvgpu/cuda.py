@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import numpy as np
 import numpy.typing as npt
 from kvcodecs.errors import InvalidArgument, Unsupported
 
 from .device import Constants, Memory, Slots, Stream
-from .launches import Launch, Limits
+from .launches import Kernel, Launch, Limits
 from .source import OPTIONS, source
 
 _INSTALL: Final = "pip install 'kvstore[cuda12]' or 'kvstore[cuda13]', as the driver needs"
@@ -68,6 +68,18 @@ class CudaDevice:
         self.slots, self.constants = Slots(self), Constants(self)
         self._module = cupy.RawModule(code=source(), options=OPTIONS, backend="nvrtc")
         self._kernels: dict[str, Any] = {}
+
+    def describe(self) -> str:
+        name = self._cupy.cuda.runtime.getDeviceProperties(self.number)["name"].decode()
+        lines = [
+            f"{name}, {self.limits.n_processors} multiprocessors, CuPy {self._cupy.__version__}"
+        ]
+        for kernel in get_args(Kernel):
+            made = self.kernel(kernel, 0)
+            lines.append(
+                f"{kernel}: {made.num_regs} registers, {made.local_size_bytes} bytes local"
+            )
+        return "\n".join(lines)
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
         return self._cupy.empty(shape, dtype)

@@ -77,6 +77,9 @@ class Device(Protocol):
     def slots(self) -> Slots: ...
     @property
     def constants(self) -> Constants: ...
+    def describe(self) -> str:
+        """Return its name, and what compilers made of the kernels."""
+
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
         """Return a new array of the device's own library."""
 

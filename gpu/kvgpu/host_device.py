@@ -91,6 +91,9 @@ class HostDevice:
         self.slots, self.constants = Slots(self), Constants(self)
         self.launched: list[Launch] = []
 
+    def describe(self) -> str:
+        return "the host, in place of a GPU"
+
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> HostArray:
         return HostArray(np.empty(shape, dtype))
 
