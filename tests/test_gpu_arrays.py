@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from kvcodecs import _core
 from kvcodecs.errors import InvalidArgument, Unsupported
+from kvcodecs.kvr1 import KVR1
+from kvcodecs.plan import Plan
 from kvgpu import cuda, source
 from kvgpu.arrays import bytes_of, view_of
 from kvgpu.host_device import HostArray
@@ -199,6 +201,63 @@ def test_a_header_that_is_missing(tmp_path, monkeypatch):
     monkeypatch.setattr(source, "kernels_folder", lambda: tmp_path)
     with pytest.raises(Unsupported, match=r"includes 'none\.hpp', which is missing"):
         source.source("a.cu")
+
+
+@pytest.fixture
+def fake_cupy(monkeypatch, host_library):
+    """CuPy over memory of the host, so that all of `kvgpu.cuda` runs."""
+    import fake_cupy
+
+    def forget():
+        cuda._cupy.cache_clear()
+        cuda._device.cache_clear()
+
+    forget()
+    monkeypatch.setitem(sys.modules, "cupy", fake_cupy.make(host_library))
+    yield sys.modules["cupy"]
+    forget()
+
+
+def test_what_cupy_is_asked_for(fake_cupy):
+    """Uploads in a stream of their own, everything else in the caller's, which waits for them."""
+    from test_gpu_decode import CONFIGS, ROPES, Stream, assert_same
+
+    assert kvgpu.is_available()
+    device = cuda.current_device()
+    assert device is cuda.current_device()
+    assert "A fake, 2 multiprocessors" in device.describe()
+    assert "kv_decode_blocks_compact: 40 registers" in device.describe()
+    plan, outs, wants = Plan(), [], []
+    for config in CONFIGS.values():
+        stream = Stream(config, rope=ROPES["half"])
+        wants.append(stream.decode(10, 90, np.float16, rotated=True))
+        outs.append(device.empty(wants[-1].shape, np.dtype(np.float16)))
+        stream.add(plan, 10, 90, outs[-1], rotated=True)
+    own = fake_cupy.cuda.Stream(non_blocking=True)
+    with own:
+        kvgpu.decode(plan)  # compiles, and brings the constants up
+    for given, here in ((None, 0), (own, own.ptr), (4711, 4711), (cuda._Handle(4711), 4711)):
+        for out in outs:
+            out.array[:] = 0
+        fake_cupy.log.clear()
+        kvgpu.decode(plan, stream=given)
+        for out, want in zip(outs, wants, strict=True):
+            assert_same(out.array, want)
+        there = device._uploads.ptr
+        uploads = [entry for entry in fake_cupy.log if entry[1] == there]
+        assert uploads[:2] == [("copy", there), ("record", there)]
+        assert ("wait", here) in fake_cupy.log
+        launches = [at for what, at in fake_cupy.log if what == "launch"]
+        assert launches == [here] * 3
+        assert fake_cupy.log.index(("wait", here)) < fake_cupy.log.index(("launch", here))
+        assert fake_cupy.log[-1] == ("synchronize", None)
+    with pytest.raises(InvalidArgument, match="stream 'x'"):
+        kvgpu.decode(plan, stream="x")
+    many = Stream(KVR1(), n_tokens=600, block=4)
+    out = device.empty((2, 600, 16), np.dtype(np.float32))
+    kvgpu.decode(many.add(Plan(), 0, 600, out))  # enough blocks for tables in shared memory
+    assert device._kernels["kv_decode_blocks_compact"].max_dynamic_shared_size_bytes > 48 << 10
+    assert_same(out.array, many.decode(0, 600, np.float32))
 
 
 class CudaError(RuntimeError):
