@@ -31,6 +31,8 @@ _CLASS_MODELS: Final = 147
 _SKEW: Final = 15
 _COPY_THREADS: Final = 128
 _MOST_CTAS: Final = 1 << 16
+# What payloads mostly are; a million of them are told apart faster this way.
+_ON_HOST: Final = (memoryview, bytes, bytearray, np.ndarray)
 _NONE: Final = np.empty(0, np.uint8)
 
 
@@ -213,7 +215,11 @@ def _struct(
 def _sources(image: Image, payloads: Sequence[Any]) -> tuple[int, npt.NDArray[np.uint64]]:
     """Add payloads and the table of them; return its offset, and their sizes."""
     n = len(payloads)
-    resident = {at: bytes_of(part) for at, part in enumerate(payloads) if is_device_output(part)}
+    resident = {
+        at: bytes_of(part)
+        for at, part in enumerate(payloads)
+        if not isinstance(part, _ON_HOST) and is_device_output(part)
+    }
     parts = [b"" if at in resident else byte_view(part) for at, part in enumerate(payloads)]
     n_bytes = np.fromiter((len(part) for part in parts), np.uint64, n)
     table = np.zeros(n, structs.SOURCE)
