@@ -9,7 +9,7 @@
 
 namespace kv::gpu {
 
-// A payload: bytes anywhere. Those of KVR1 are read fastest at odd addresses, as their words then lie at even ones.
+// A payload: bytes anywhere.
 struct Source {
   kv_u64 bytes, n_bytes;
 };

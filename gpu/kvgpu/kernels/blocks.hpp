@@ -7,6 +7,8 @@ namespace kv::gpu {
 
 using namespace kvr1;
 
+KV_DEVICE kv_u32 absolute(kv_i32 value) { return value < 0 ? 0u - (kv_u32)value : (kv_u32)value; }
+
 // What a slot of a table means: `offset` is its place among the slots of its symbol.
 struct Symbol {
   kv_u32 symbol, frequency, offset;
@@ -23,10 +25,10 @@ struct SlotTables {
 
 // Symbols looked up in RansTables.compact, 81 KB of shared memory: two look-ups, whose lanes mostly meet different banks.
 struct CompactTables {
-  const kv_u32* words;
+  SharedWords words;
   KV_DEVICE Symbol find(kv_u32 table, kv_u32 slot) const {
-    const kv_u32 symbol = ((const kv_u8*)words)[table * kSlots + slot];
-    const kv_u32 word = words[kCompactSymbols + table * kCompactRow + symbol];
+    const kv_u32 symbol = words.byte(table * kSlots + slot);
+    const kv_u32 word = words.word(kCompactSymbols + table * kCompactRow + symbol);
     return {symbol, word & (kSlots - 1), slot - (word >> 16)};
   }
 };
@@ -45,14 +47,17 @@ struct BlockWords {
   const kv_u8* bytes;
   kv_u32 n, next;
 
-  KV_DEVICE kv_u32 at(kv_u32 i) const {
-    if (i >= n) return 0;
+  // The `i`th from here. As bytes, so that payloads may lie anywhere.
+  KV_DEVICE kv_u32 at(kv_u32 i, bool wanted) const {
+    i += next;
     const kv_u8* word = bytes + 2 * (kv_u64)i;
-    if ((kv_u64)bytes % 2 == 0) return load((const kv_u16*)word);
-    return load(word) | (kv_u32)load(word + 1) << 8;
+    return wanted && i < n ? load(word) | (kv_u32)load(word + 1) << 8 : 0;
   }
-  KV_DEVICE kv_u32 take() { return at(next++); }
-  KV_DEVICE bool overrun() const { return next > n; }
+  KV_DEVICE kv_u32 take() {
+    const kv_u32 word = at(0, true);
+    ++next;
+    return word;
+  }
 };
 
 template <class SymbolTables>
@@ -89,7 +94,8 @@ struct BlockDecoder {
     KV_EACH_LANE(i) { takes[i] = i < lanes && x[i] < least; }
     const kv_u32 mask = ballot(takes);
     KV_EACH_LANE(i) {
-      if (takes[i]) x[i] = x[i] << 16 | words.at(words.next + count(mask & lanes_below(i)));
+      const kv_u32 word = words.at(count(mask & lanes_below(i)), takes[i]);
+      x[i] = takes[i] ? x[i] << 16 | word : x[i];
     }
     words.next += count(mask);
   }
@@ -103,7 +109,7 @@ struct BlockDecoder {
     KV_EACH_LANE(i) {
       more[i] = false;
       if (i < lanes) {
-        component[i] = load(components + first + i);
+        component[i] = load(components + (first + i));
         cls[i] = sink_class(component[i].cls(), sink_classes);
         const Symbol found = tables.find(table_of(cls[i]), x[i] & (kSlots - 1));
         x[i] = found.frequency * (x[i] >> kSlotBits) + found.offset;
@@ -119,7 +125,7 @@ struct BlockDecoder {
         const kv_i32 mean = component[i].mean, rho = component[i].rho();
         const kv_i32 value = mean + ((rho * (previous[c] - mean)) >> 4) + q[i] * scale;
         previous[c] = value;
-        magnitude[i] |= (kv_u32)(value < 0 ? -value : value);
+        magnitude[i] |= absolute(value);
       }
     }
   }
@@ -139,15 +145,15 @@ struct BlockDecoder {
     for (kv_u32 mask = ballot(escapes); mask != 0; mask &= mask - 1) {
       const kv_u32 low = words.take(), high = low & 0x8000 ? words.take() : 0;
       const kv_u32 z = (low & 0x7FFF) | high << 15;
-      const kv_i64 value = (kv_i32)(z >> 1) ^ -(kv_i32)(z & 1);
+      const kv_i32 value = (kv_i32)(z >> 1) ^ -(kv_i32)(z & 1);
       KV_EACH_LANE(i) {
         if (i == lowest(mask)) {
           const kv_u32 shift = shift_of(cls[i]);
-          const kv_i64 residual = value * (1ll << shift) + (q[i] & ((1 << shift) - 1));
-          const kv_u64 distance = (kv_u64)(residual < 0 ? -residual : residual) * (kv_u64)scale;
-          // What is too far fails the block, as values beyond the limit do.
-          if (distance >= kMaxDistance) magnitude[i] = kValueLimit;
-          q[i] = distance >= kMaxDistance ? 0 : (kv_i32)residual;
+          const kv_i32 residual = (kv_i32)((kv_u32)value << shift | ((kv_u32)q[i] & ((1u << shift) - 1)));
+          // So far that the residual is not even right, or its distance: fails the block, as values too large do.
+          const bool far = absolute(value) > kMaxDistance >> shift || absolute(residual) * (kv_u64)scale >= kMaxDistance;
+          if (far) magnitude[i] = kValueLimit;
+          q[i] = far ? 0 : residual;
         }
       }
     }
@@ -163,7 +169,7 @@ struct BlockDecoder {
   KV_DEVICE bool fails() const {
     PerLane<bool> beyond;
     KV_EACH_LANE(i) { beyond[i] = magnitude[i] >= (kv_u32)kValueLimit; }
-    return any(beyond) || words.overrun();
+    return any(beyond) || words.next > words.n;
   }
 
   // Whether a block ends as encoders leave it.
@@ -180,10 +186,8 @@ template <kv_u32 kType>
 KV_DEVICE void emit_rows(const Stream& s, const kv_u32* order, const kv_i32* values, kv_u64 row, kv_u64 head_bytes,
                          const RotationRow& rotation, PerLane<bool>& overflow) {
   const kv_u32 half = s.head_dim / 2, n = s.head_dim - half;
-KV_ONCE
   for (kv_u32 head = 0; head < s.heads; ++head, values += s.head_dim, row += head_bytes) {
     KV_EACH_LANE(i) {
-KV_ONCE
       for (kv_u32 c = i; c < n; c += 32) {
         Pair pair{c < half ? (float)values[c] * s.unit : 0.0f, (float)values[half + c] * s.unit};
         if (rotation.cos != nullptr) {
@@ -219,7 +223,7 @@ KV_DEVICE Status decode_block(const BlockArguments& a, const SymbolTables& table
   const Stream& s = at<const Stream>(a.streams)[b.stream];
   BlockDecoder<SymbolTables> decoder;
   decoder.tables = tables;
-  decoder.components = at<const Component>(a.components) + s.components;
+  decoder.components = fixed(at<const Component>(a.components) + s.components);
   decoder.previous = previous;
   const Source& source = at<const Source>(a.sources)[b.payload];
   if (!decoder.start(source)) return kBadBlock;
@@ -233,7 +237,6 @@ KV_DEVICE Status decode_block(const BlockArguments& a, const SymbolTables& table
   PerLane<bool> overflow;
   KV_EACH_LANE(i) {
     overflow[i] = false;
-KV_ONCE
     for (kv_u32 c = i; c < n; c += 32) previous[c] = decoder.components[c].mean;
   }
   for (kv_u32 token = 0; token < b.stop; ++token) {
@@ -242,13 +245,12 @@ KV_ONCE
     decoder.scale = sink ? 1 : (kv_i32)s.sink_div;
     kv_u32 first = 0, until = token == bare_token ? bare_first : full;
     for (;;) {
-KV_ONCE
       for (; first < until; first += 32) decoder.decode(first, 32);
       if (token != bare_token || decoder.least == 0) break;
       decoder.make_bare();
       until = full;
     }
-    if (full < n) decoder.decode(full, n - full);
+    if (n % 32 != 0) decoder.decode(first, n % 32);
     if (decoder.fails()) return kBadBlock;
     if (token < b.skip) continue;
     sync_warp();
@@ -259,15 +261,17 @@ KV_ONCE
   return any(overflow) ? kOverflow : kOk;
 }
 
-// All blocks that are warp `warp`'s, of however many warps. `shared`: its own words of shared memory.
+// All blocks that are warp `warp`'s, of however many warps. In `shared` each warp of a thread block has its own words.
 template <class SymbolTables>
-KV_DEVICE void decode_blocks(const BlockArguments& a, const SymbolTables& tables, kv_u32 warp, kv_u32* shared) {
+KV_DEVICE void decode_blocks(const BlockArguments& a, const SymbolTables& tables, kv_u32 warp, kv_u32 warp_of_thread_block,
+                             kv_u32* shared) {
   if (warp >= a.n_warps) return;
-  for (kv_u32 i = warp; i < a.n_blocks; i += a.n_warps) {
+  for (kv_u32 i = warp; i < (kv_u32)a.n_blocks; i += (kv_u32)a.n_warps) {
     const Block& block = at<const Block>(a.blocks)[i];
     const Stream& stream = at<const Stream>(a.streams)[block.stream];
     const bool fits = stream.heads * stream.head_dim <= a.shared_words;
-    kv_u32* previous = fits ? shared : at<kv_u32>(a.scratch) + warp * a.scratch_words;
+    kv_u32* previous = fits ? shared + warp_of_thread_block * (kv_u32)a.shared_words
+                            : at<kv_u32>(a.scratch) + warp * a.scratch_words;
     const Status status = decode_block(a, tables, block, (kv_i32*)previous);
     sync_warp();
     KV_EACH_LANE(lane) {

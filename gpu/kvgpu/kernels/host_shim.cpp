@@ -13,7 +13,7 @@ extern "C" void kv_host_decode_lanes(const kv::gpu::LaneArguments* a) {
 template <class SymbolTables>
 static void decode_blocks(const kv::gpu::BlockArguments& a, const SymbolTables& tables) {
   const std::unique_ptr<kv_u32[]> shared(new kv_u32[a.shared_words]);
-  for (kv_u32 warp = 0; warp < a.n_warps; ++warp) kv::gpu::decode_blocks(a, tables, warp, shared.get());
+  for (kv_u32 warp = 0; warp < a.n_warps; ++warp) kv::gpu::decode_blocks(a, tables, warp, 0, shared.get());
 }
 
 extern "C" void kv_host_decode_blocks(const kv::gpu::BlockArguments* a) {
@@ -21,7 +21,7 @@ extern "C" void kv_host_decode_blocks(const kv::gpu::BlockArguments* a) {
 }
 
 extern "C" void kv_host_decode_blocks_compact(const kv::gpu::BlockArguments* a) {
-  decode_blocks(*a, kv::gpu::CompactTables{kv::gpu::at<const kv_u32>(a->compact)});
+  decode_blocks(*a, kv::gpu::CompactTables{kv::gpu::shared_words(kv::gpu::at<const kv_u32>(a->compact))});
 }
 
 extern "C" void kv_host_copy_rows(const kv::gpu::CopyArguments* a) {

@@ -3,20 +3,20 @@
 #include "copies.hpp"
 #include "lanes.hpp"
 
-extern "C" __global__ void __launch_bounds__(128) kv_decode_lanes(const kv::gpu::LaneArguments* arguments) {
+extern "C" __global__ void __launch_bounds__(128, 4) kv_decode_lanes(const kv::gpu::LaneArguments* arguments) {
   kv::gpu::decode_lanes(*arguments, (kv_u64)blockIdx.x * blockDim.x + threadIdx.x);
 }
 
-extern "C" __global__ void __launch_bounds__(32 * kv::gpu::kMaxWarps)
+extern "C" __global__ void __launch_bounds__(32 * kv::gpu::kMaxWarps, 1)
     kv_decode_blocks(const kv::gpu::BlockArguments* arguments) {
   extern __shared__ kv_u32 shared[];
   const kv::gpu::BlockArguments& a = *arguments;
   const kv_u32 warp = threadIdx.x / 32;
   const kv::gpu::SlotTables tables{kv::gpu::at<const kv_u32>(a.slots)};
-  kv::gpu::decode_blocks(a, tables, blockIdx.x * (blockDim.x / 32) + warp, shared + warp * a.shared_words);
+  kv::gpu::decode_blocks(a, tables, blockIdx.x * (blockDim.x / 32) + warp, warp, shared);
 }
 
-extern "C" __global__ void __launch_bounds__(32 * kv::gpu::kMaxWarps)
+extern "C" __global__ void __launch_bounds__(32 * kv::gpu::kMaxWarps, 1)
     kv_decode_blocks_compact(const kv::gpu::BlockArguments* arguments) {
   extern __shared__ kv_u32 shared[];
   const kv::gpu::BlockArguments& a = *arguments;
@@ -24,9 +24,9 @@ extern "C" __global__ void __launch_bounds__(32 * kv::gpu::kMaxWarps)
   const kv_u32* words = kv::gpu::at<const kv_u32>(a.compact);
   for (kv_u32 i = threadIdx.x; i < kv::kvr1::kCompactWords; i += blockDim.x) shared[i] = kv::gpu::load(words + i);
   __syncthreads();
-  const kv::gpu::CompactTables tables{shared};
-  kv::gpu::decode_blocks(a, tables, blockIdx.x * (blockDim.x / 32) + warp,
-                         shared + kv::kvr1::kCompactWords + warp * a.shared_words);
+  const kv::gpu::CompactTables tables{kv::gpu::shared_words(shared)};
+  kv::gpu::decode_blocks(a, tables, blockIdx.x * (blockDim.x / 32) + warp, warp,
+                         shared + kv::kvr1::kCompactWords);
 }
 
 extern "C" __global__ void __launch_bounds__(128) kv_copy_rows(const kv::gpu::CopyArguments* arguments) {

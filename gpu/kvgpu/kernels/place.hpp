@@ -12,6 +12,15 @@ KV_DEVICE T* at(kv_u64 address) {
   return reinterpret_cast<T*>(address);
 }
 
+// A pointer as one value. Compilers otherwise keep what it was computed from, and add it up anew for each access.
+template <class T>
+KV_DEVICE T* fixed(T* pointer) {
+#if defined(__CUDACC_RTC__)
+  asm("" : "+l"(pointer));
+#endif
+  return pointer;
+}
+
 // What no kernel writes: compilers then know which memory it is in, and take the shorter instructions.
 template <class T>
 KV_DEVICE T load(const T* from) {
@@ -21,6 +30,36 @@ KV_DEVICE T load(const T* from) {
   return *from;
 #endif
 }
+
+// Words of shared memory. The device reads them at 32-bit addresses: compilers otherwise work out anew with each access
+// where shared memory begins.
+#if defined(__CUDACC_RTC__)
+struct SharedWords {
+  kv_u32 address;
+  KV_DEVICE kv_u32 byte(kv_u32 i) const {
+    kv_u32 value;
+    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(value) : "r"(address + i));
+    return value;
+  }
+  KV_DEVICE kv_u32 word(kv_u32 i) const {
+    kv_u32 value;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address + 4 * i));
+    return value;
+  }
+};
+KV_DEVICE SharedWords shared_words(const kv_u32* words) {
+  kv_u32 address = (kv_u32)__cvta_generic_to_shared(words);
+  asm("" : "+r"(address));
+  return {address};
+}
+#else
+struct SharedWords {
+  const kv_u32* words;
+  kv_u32 byte(kv_u32 i) const { return ((const kv_u8*)words)[i]; }
+  kv_u32 word(kv_u32 i) const { return words[i]; }
+};
+inline SharedWords shared_words(const kv_u32* words) { return {words}; }
+#endif
 
 KV_DEVICE kv_u64 size_of(kv_u32 type) { return type == kFloat32 ? 4 : 2; }
 
