@@ -169,6 +169,7 @@ def test_an_error_in_a_batch_ends_the_read(gpu, session, monkeypatch):
 
     monkeypatch.setattr(kvstore.reader, "_BATCH_BYTES", 1000)
     check, calls = Plan.check, []
+    n_free = len(gpu.device.slots._free)
 
     def fail(plan, failures):
         calls.append(plan)
@@ -181,7 +182,7 @@ def test_an_error_in_a_batch_ends_the_read(gpu, session, monkeypatch):
         session.read_all(device="cuda")
     want = session.read(0, "k")
     assert_same(gpu.get(session.read(0, "k", device="cuda")), want)
-    assert len(gpu.device.slots._free) == 2
+    assert len(gpu.device.slots._free) == max(n_free, 2)
 
 
 def test_overflow_names_the_block(gpu, tmp_path):
