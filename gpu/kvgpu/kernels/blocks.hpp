@@ -60,6 +60,9 @@ struct BlockWords {
   }
 };
 
+// An output overflowed: a bit above those of magnitudes, as a prediction plus a distance is below 2^31.
+constexpr kv_u32 kOverflowed = 1u << 31;
+
 template <class SymbolTables>
 struct BlockDecoder {
   SymbolTables tables;
@@ -70,7 +73,7 @@ struct BlockDecoder {
   kv_u32 sink_classes;      // added to classes
   kv_i32 scale;             // of residuals
   PerLane<kv_u32> x;
-  PerLane<kv_u32> magnitude;  // bits of those of a token's values
+  PerLane<kv_u32> magnitude;  // the bits of those of all values, and kOverflowed
 
   // False: the payload is too short or its states are none.
   KV_DEVICE bool start(const Source& source) {
@@ -152,7 +155,7 @@ struct BlockDecoder {
           const kv_i32 residual = (kv_i32)((kv_u32)value << shift | ((kv_u32)q[i] & ((1u << shift) - 1)));
           // So far that the residual is not even right, or its distance: fails the block, as values too large do.
           const bool far = absolute(value) > kMaxDistance >> shift || absolute(residual) * (kv_u64)scale >= kMaxDistance;
-          if (far) magnitude[i] = kValueLimit;
+          if (far) magnitude[i] |= kValueLimit;
           q[i] = far ? 0 : residual;
         }
       }
@@ -168,8 +171,14 @@ struct BlockDecoder {
   // After a token: whether a value is too large or the words have ended.
   KV_DEVICE bool fails() const {
     PerLane<bool> beyond;
-    KV_EACH_LANE(i) { beyond[i] = magnitude[i] >= (kv_u32)kValueLimit; }
+    KV_EACH_LANE(i) { beyond[i] = (magnitude[i] & ~kOverflowed) >= (kv_u32)kValueLimit; }
     return any(beyond) || words.next > words.n;
+  }
+
+  KV_DEVICE bool overflowed() const {
+    PerLane<bool> overflow;
+    KV_EACH_LANE(i) { overflow[i] = magnitude[i] >= kOverflowed; }
+    return any(overflow);
   }
 
   // Whether a block ends as encoders leave it.
@@ -181,41 +190,54 @@ struct BlockDecoder {
   }
 };
 
-// A row of each head to the output. Of an odd number of channels the last is in no pair.
-template <kv_u32 kType>
+// A row of each head to the output, a channel to each lane.
+template <kv_u32 kType, bool kRotated>
 KV_DEVICE void emit_rows(const Stream& s, const kv_u32* order, const kv_i32* values, kv_u64 row, kv_u64 head_bytes,
-                         const RotationRow& rotation, PerLane<bool>& overflow) {
-  const kv_u32 half = s.head_dim / 2, n = s.head_dim - half;
-  for (kv_u32 head = 0; head < s.heads; ++head, values += s.head_dim, row += head_bytes) {
+                         const RotationRow& rotation, PerLane<kv_u32>& magnitude) {
+  const kv_u32 n = s.head_dim, half = n / 2, n_pairs = s.n_pairs;
+  const float unit = s.unit;
+  for (kv_u32 head = 0; head < s.heads; ++head, values += n, row += head_bytes) {
     KV_EACH_LANE(i) {
+      kv_u32 largest = 0;
       for (kv_u32 c = i; c < n; c += 32) {
-        Pair pair{c < half ? (float)values[c] * s.unit : 0.0f, (float)values[half + c] * s.unit};
-        if (rotation.cos != nullptr) {
-          if (c < s.n_pairs) pair = rotated(pair, load(rotation.cos + c), load(rotation.sin + c));
-          overflow[i] |= beyond_float32(pair.first) | beyond_float32(pair.second);
+        float value = (float)values[c] * unit;
+        const kv_u32 pair = c < half ? c : c - half;
+        // Multiply and add stay apart (--fmad=false), as on the CPU.
+        if (kRotated && pair < n_pairs) {
+          const float turned = (float)values[c < half ? c + half : pair] * unit * load(rotation.sin + pair);
+          value = value * load(rotation.cos + pair) + (c < half ? -turned : turned);
         }
-        if (c < half) put<kType>(row, load(order + c), pair.first, overflow[i]);
-        put<kType>(row, load(order + half + c), pair.second, overflow[i]);
+        put<kType>(row, load(order + c), value, kRotated, largest);
       }
+      if (overflows<kType>(largest)) magnitude[i] |= kOverflowed;
     }
   }
 }
 
-KV_DEVICE void emit_block(const BlockArguments& a, const Block& b, const Stream& s, const kv_i32* values, kv_u32 token,
-                          PerLane<bool>& overflow) {
-  const Target& target = at<const Target>(a.targets)[b.output];
-  const kv_u32* order = at<const kv_u32>(a.order) + s.order;
-  const kv_u32 i = token - b.skip;
+template <kv_u32 kType>
+KV_DEVICE void emit_token(const BlockArguments& a, const Block& b, const Stream& s, const Target& target,
+                          const kv_i32* values, kv_u32 i, PerLane<kv_u32>& magnitude) {
+  const kv_u32* order = fixed(at<const kv_u32>(a.order) + s.order);
   const kv_u64 row = row_address(target, b.row + i);
-  const kv_u64 head_bytes = (kv_u64)target.head_stride * size_of(target.type);
-  const Rotation* rotation = b.rope < 0 ? nullptr : at<const Rotation>(a.rotations) + b.rope;
-  const RotationRow angles = rotation_row(rotation, b.rope_row + i, 0);
+  const kv_u64 head_bytes = (kv_u64)target.head_stride * size_of(kType);
+  if (b.rope < 0) {
+    emit_rows<kType, false>(s, order, values, row, head_bytes, {nullptr, nullptr}, magnitude);
+  } else {
+    const RotationRow angles = rotation_row(at<const Rotation>(a.rotations) + b.rope, b.rope_row + i, 0);
+    emit_rows<kType, true>(s, order, values, row, head_bytes, angles, magnitude);
+  }
+}
+
+KV_DEVICE void emit_block(const BlockArguments& a, const Block& b, const Stream& s, const kv_i32* values, kv_u32 token,
+                          PerLane<kv_u32>& magnitude) {
+  const Target& target = at<const Target>(a.targets)[b.output];
+  const kv_u32 i = token - b.skip;
   if (target.type == kFloat32)
-    emit_rows<kFloat32>(s, order, values, row, head_bytes, angles, overflow);
+    emit_token<kFloat32>(a, b, s, target, values, i, magnitude);
   else if (target.type == kFloat16)
-    emit_rows<kFloat16>(s, order, values, row, head_bytes, angles, overflow);
+    emit_token<kFloat16>(a, b, s, target, values, i, magnitude);
   else
-    emit_rows<kBfloat16>(s, order, values, row, head_bytes, angles, overflow);
+    emit_token<kBfloat16>(a, b, s, target, values, i, magnitude);
 }
 
 template <class SymbolTables>
@@ -234,9 +256,7 @@ KV_DEVICE Status decode_block(const BlockArguments& a, const SymbolTables& table
   if (bare_tokens > b.n_tokens) return kBadBlock;
   const kv_u32 bare_token = b.n_tokens - bare_tokens, bare_first = 32 * (bare_tokens * steps - bare_steps);
 
-  PerLane<bool> overflow;
   KV_EACH_LANE(i) {
-    overflow[i] = false;
     for (kv_u32 c = i; c < n; c += 32) previous[c] = decoder.components[c].mean;
   }
   for (kv_u32 token = 0; token < b.stop; ++token) {
@@ -254,11 +274,11 @@ KV_DEVICE Status decode_block(const BlockArguments& a, const SymbolTables& table
     if (decoder.fails()) return kBadBlock;
     if (token < b.skip) continue;
     sync_warp();
-    emit_block(a, b, s, previous, token, overflow);
+    emit_block(a, b, s, previous, token, decoder.magnitude);
     sync_warp();
   }
   if (b.stop == b.n_tokens && !decoder.at_end()) return kBadBlock;
-  return any(overflow) ? kOverflow : kOk;
+  return decoder.overflowed() ? kOverflow : kOk;
 }
 
 // All blocks that are warp `warp`'s, of however many warps. In `shared` each warp of a thread block has its own words.

@@ -5,21 +5,28 @@
 
 namespace kv::gpu {
 
+struct Pair {
+  float first, second;
+};
+
+// Multiply and add stay apart (--fmad=false), as on the CPU.
+KV_DEVICE Pair rotated(Pair p, float cos, float sin) {
+  return {p.first * cos - p.second * sin, p.second * cos + p.first * sin};
+}
+
 template <kv_u32 kType>
 KV_DEVICE bool emit_lane(const Lane& lane, const Channel* channels, const kv_i32* values, kv_u64 row,
                          const RotationRow& rotation) {
-  bool overflow = false;
+  kv_u32 largest = 0;
+  const bool rotates = rotation.cos != nullptr;
   const kv_u32 half = lane.width / 2;
   for (kv_u32 c = 0; c < half; ++c) {
     Pair pair{(float)values[c] * lane.unit, (float)values[half + c] * lane.unit};
-    if (rotation.cos != nullptr) {
-      if (c < lane.n_pairs) pair = rotated(pair, rotation.cos[c], rotation.sin[c]);
-      overflow |= beyond_float32(pair.first) | beyond_float32(pair.second);
-    }
-    put<kType>(row, channels[c].output, pair.first, overflow);
-    put<kType>(row, channels[half + c].output, pair.second, overflow);
+    if (rotates && c < lane.n_pairs) pair = rotated(pair, load(rotation.cos + c), load(rotation.sin + c));
+    put<kType>(row, load(&channels[c].output), pair.first, rotates, largest);
+    put<kType>(row, load(&channels[half + c].output), pair.second, rotates, largest);
   }
-  return overflow;
+  return overflows<kType>(largest);
 }
 
 KV_DEVICE Status decode_lane(const LaneArguments& a, const Lane& lane, kv_u32* scratch) {

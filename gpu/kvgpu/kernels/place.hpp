@@ -1,4 +1,4 @@
-// Where decoded rows go: what RowWriter of rows.hpp does, a pair of channels at a time.
+// Where decoded rows go, and as what: what RowWriter of rows.hpp does, for threads.
 #pragma once
 
 #include "arguments.hpp"
@@ -61,6 +61,28 @@ struct SharedWords {
 inline SharedWords shared_words(const kv_u32* words) { return {words}; }
 #endif
 
+// To be written to, and not in shared memory.
+template <class T>
+KV_DEVICE T* global(T* memory) {
+#if defined(__CUDACC_RTC__)
+  __builtin_assume(__isGlobal(memory));
+#endif
+  return memory;
+}
+
+KV_DEVICE void keep_largest(kv_u32& largest, kv_u32 value) { largest = value > largest ? value : largest; }
+
+// float16, nearest even; infinity or NaN beyond its range. half.hpp's way costs some ten instructions more.
+KV_DEVICE kv_u16 narrow16(float value) {
+#if defined(__CUDACC_RTC__)
+  kv_u16 bits;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+  return bits;
+#else
+  return to_float16_bits(value);
+#endif
+}
+
 KV_DEVICE kv_u64 size_of(kv_u32 type) { return type == kFloat32 ? 4 : 2; }
 
 // Address of a row of the first head.
@@ -85,40 +107,33 @@ KV_DEVICE RotationRow rotation_row(const Rotation* rotation, kv_u32 row, kv_u32 
   return {at<const float>(rotation->cos + entry), at<const float>(rotation->sin + entry)};
 }
 
-// Infinities and NaN: what values beyond float32 become.
-KV_DEVICE bool beyond_float32(float value) {
+// Writes a value as its type, and keeps the largest magnitude of those written, as bits: see `overflows`.
+template <kv_u32 kType>
+KV_DEVICE void put(kv_u64 row, kv_u32 channel, float value, bool rotated, kv_u32& largest) {
   FloatBits f;
   f.value = value;
-  return (f.bits & 0x7F800000u) == 0x7F800000u;
+  const kv_u32 magnitude = f.bits & 0x7FFFFFFFu;
+  if (kType == kFloat32) {
+    // Before the rotation every value counts as finite.
+    if (rotated) keep_largest(largest, magnitude);
+    global(at<float>(row))[channel] = value;
+  } else if (kType == kFloat16) {
+    const kv_u16 bits = narrow16(value);
+    keep_largest(largest, bits & 0x7FFFu);
+    global(at<kv_u16>(row))[channel] = bits;
+  } else {
+    bool overflow = false;
+    const kv_u16 bits = to_bfloat16(value, overflow);
+    keep_largest(largest, bits & 0x7FFFu);
+    if (rotated) keep_largest(largest, magnitude >> 16);  // a NaN may round to zero
+    global(at<kv_u16>(row))[channel] = bits;
+  }
 }
 
-// The same bits as half.hpp's, whose way costs some ten instructions more; other bits only where `overflow` is set.
-KV_DEVICE kv_u16 narrow16(float value, bool& overflow) {
-#if defined(__CUDACC_RTC__)
-  kv_u16 bits;
-  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-  overflow |= (bits & 0x7FFF) >= 0x7C00;
-  return bits;
-#else
-  return to_float16(value, overflow);
-#endif
-}
-
+// Whether an infinity or NaN is among the values written.
 template <kv_u32 kType>
-KV_DEVICE void put(kv_u64 row, kv_u32 channel, float value, bool& overflow) {
-  if (kType == kFloat32)
-    at<float>(row)[channel] = value;
-  else
-    at<kv_u16>(row)[channel] = kType == kFloat16 ? narrow16(value, overflow) : to_bfloat16(value, overflow);
-}
-
-struct Pair {
-  float first, second;
-};
-
-// Multiply and add stay apart (--fmad=false), as on the CPU.
-KV_DEVICE Pair rotated(Pair p, float cos, float sin) {
-  return {p.first * cos - p.second * sin, p.second * cos + p.first * sin};
+KV_DEVICE bool overflows(kv_u32 largest) {
+  return largest >= (kType == kFloat32 ? 0x7F800000u : kType == kFloat16 ? 0x7C00u : 0x7F80u);
 }
 
 }  // namespace kv::gpu
