@@ -247,6 +247,10 @@ def test_what_cupy_is_asked_for(fake_cupy):
         uploads = [entry for entry in fake_cupy.log if entry[1] == there]
         assert uploads[:2] == [("copy", there), ("record", there)]
         assert ("wait", here) in fake_cupy.log
+        # The host waits once, for the statuses: not before it has asked for everything.
+        last = max(at for at, (what, _) in enumerate(fake_cupy.log) if what != "synchronize")
+        first = fake_cupy.log.index(("launch", here))
+        assert "synchronize" not in [what for what, _ in fake_cupy.log[first - 2 : last]]
         launches = [at for what, at in fake_cupy.log if what == "launch"]
         assert launches == [here] * 3
         assert fake_cupy.log.index(("wait", here)) < fake_cupy.log.index(("launch", here))

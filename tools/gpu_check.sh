@@ -4,8 +4,9 @@
 #
 #   tools/gpu_check.sh [--wheels DIR]
 #
-# Python (PYTHON, or python3) has CuPy, NumPy, pytest, scikit-build-core, nanobind and ninja; DIR holds wheels of what
-# it lacks, for example from: pip download -d DIR 'zarr>=3.1.5,<4' 'numcodecs>=0.16' 'lmdb>=3.0' 'rich>=13' ml_dtypes
+# Python (PYTHON, or python3) has CuPy with NVRTC, NumPy, pytest, hypothesis, scikit-build-core, nanobind, ninja, rich and
+# ml_dtypes. DIR holds wheels of what it lacks, without what they need in turn; for example, made for that Python:
+#   pip download --no-deps -d DIR 'zarr>=3.1.5,<4' 'numcodecs>=0.16' 'lmdb>=3.0' donfig google-crc32c
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

@@ -126,7 +126,8 @@ class Decoding:
         """Start to decode what was uploaded, in the order of `stream`."""
         if self._slot is None or self._uploaded is None:
             raise InvalidArgument("decoding: nothing is uploaded yet")
-        self.synchronize()
+        if self._done is not None:
+            self._done.wait()  # its statuses were not read yet
         runs_in = self._device.stream(stream)
         runs_in.wait(self._uploaded)
         for launch in self._staging.launches:
