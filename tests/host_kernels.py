@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import pytest
 from kvcodecs import _core
 from kvcodecs.blocks import BLOCK_DTYPE, STREAM_DTYPE
+from kvcodecs.errors import InvalidArgument
 from kvcodecs.lanes import CHANNEL_DTYPE, LANE_DTYPE
 from kvgpu import structs
 from kvgpu.host_device import compile_kernels
@@ -191,7 +195,8 @@ class CheckedKernels:
     ):
         given = (prior, lanes, channels, classes, payloads)
         expected = _fresh(outputs)
-        core = self._run_lanes(*given, expected, types, ropes, *rest, **k)
+        with self._refusing(self._kernels.run_lanes, *given, outputs, types, ropes, *rest):
+            core = self._run_lanes(*given, expected, types, ropes, *rest, **k)
         status = self._kernels.run_lanes(*given, outputs, types, ropes, *rest)
         self._compare_status(status, core)
         channels = np.frombuffer(channels, CHANNEL_DTYPE)
@@ -219,7 +224,8 @@ class CheckedKernels:
     ):
         given = (tables, blocks, streams, mean, rho, classes, order, payloads)
         expected = _fresh(outputs)
-        core = self._run_blocks(*given, expected, types, ropes, *rest)
+        with self._refusing(self._kernels.run_blocks, *given, outputs, types, ropes, *rest):
+            core = self._run_blocks(*given, expected, types, ropes, *rest)
         status = self._kernels.run_blocks(*given, outputs, types, ropes, *rest)
         self._compare_status(status, core)
         streams = np.frombuffer(streams, STREAM_DTYPE)
@@ -230,6 +236,16 @@ class CheckedKernels:
             where = slice(int(stream["heads"])), rows, order[first : first + stream["head_dim"]]
             self._compare(outputs, expected, int(block["output"]), where)
         return status
+
+    @contextmanager
+    def _refusing(self, run, *arguments):
+        """Refuse what the core refuses."""
+        try:
+            yield
+        except InvalidArgument as error:
+            with pytest.raises(InvalidArgument, match=re.escape(str(error))):
+                run(*arguments)
+            raise
 
     def _compare_status(self, status, core):
         np.testing.assert_array_equal(status, core)

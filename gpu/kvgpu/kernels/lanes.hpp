@@ -31,10 +31,12 @@ KV_DEVICE bool emit_lane(const Lane& lane, const Channel* channels, const kv_i32
 
 KV_DEVICE Status decode_lane(const LaneArguments& a, const Lane& lane, kv_u32* scratch) {
   const kv_u8* classes = at<const kv_u8>(a.classes) + lane.classes;
-  const kv_u32* prior = at<const kv_u32>(a.prior);
   kv_u32* models = scratch;
-  for (kv_u32 i = 0; i < lane.n_classes; ++i)
-    for (kv_u32 m = 0; m < kClassModels; ++m) models[i * kClassModels + m] = prior[classes[i] * kClassModels + m];
+  for (kv_u32 i = 0; i < lane.n_classes; ++i) {
+    const kv_u32* prior = at<const kv_u32>(a.prior) + load(classes + i) * kClassModels;
+    KV_UNROLL_4
+    for (kv_u32 m = 0; m < kClassModels; ++m) models[i * kClassModels + m] = load(prior + m);
+  }
   kv_i32* values = (kv_i32*)(models + lane.n_classes * kClassModels);
 
   LaneDecoder decoder;
