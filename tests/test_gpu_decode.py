@@ -80,7 +80,7 @@ def assert_same(x, y):
 def test_the_bits_of_the_cpu(gpu, config, rope):
     stream = Stream(config, rope=rope)
     for dtype in DTYPES:
-        for start, stop in ((0, 100), (31, 33), (40, 97)):
+        for start, stop in ((31, 33), (0, 97)):
             for rotated in {False, rope is not None}:
                 want = stream.decode(start, stop, dtype, rotated=rotated)
                 out = gpu.put(np.zeros_like(want))
@@ -225,7 +225,7 @@ def test_damage_is_what_the_cpu_says(gpu, config):
     stream = Stream(config, n_tokens=60)
     rng = np.random.default_rng(2)
     n_errors = 0
-    for _ in range(150):
+    for _ in range(50):
         damaged = []
         for first, n, payload in stream.blocks:
             data = np.frombuffer(payload, np.uint8).copy()
@@ -245,7 +245,7 @@ def test_damage_is_what_the_cpu_says(gpu, config):
         else:
             kvgpu.decode(broken.add(Plan(), 0, 60, out))
             assert_same(gpu.get(out), want)
-    assert n_errors > (20 if isinstance(config, KVR1) else 0)  # TKV1 takes most bits as values
+    assert n_errors > (8 if isinstance(config, KVR1) else 0)  # TKV1 takes most bits as values
 
 
 @pytest.mark.parametrize("config", [KVR1(step=0.5), TKV1(step=0.5), Raw(), GGML("q8_0")], ids=str)

@@ -47,13 +47,13 @@ def test_every_kind_of_session(gpu, sessions_of_every_kind):
                     if not session.model.has_stream(layer, kind):
                         continue
                     for at, (start, stop) in enumerate(ranges(session, layer, kind)):
-                        for state in ("pre", "post"):
-                            args = layer, kind, start, stop, state, DTYPES[at % 3]
-                            want = session.read(*args, position_offset=7 * at)
-                            out = session.read(*args, position_offset=7 * at, device="cuda")
-                            assert_same(gpu.get(out), want)
-                            n_read += 1
-    assert n_read > 200
+                        state = "post" if (at + layer) % 2 else "pre"
+                        args = layer, kind, start, stop, state, DTYPES[at % 3]
+                        want = session.read(*args, position_offset=7 * at)
+                        out = session.read(*args, position_offset=7 * at, device="cuda")
+                        assert_same(gpu.get(out), want)
+                        n_read += 1
+    assert n_read > 100
 
 
 def test_every_layer_at_once(gpu, sessions_of_every_kind):
