@@ -200,12 +200,13 @@ KV_DEVICE void emit_rows(const Stream& s, const kv_u32* order, const kv_i32* val
     KV_EACH_LANE(i) {
       kv_u32 largest = 0;
       for (kv_u32 c = i; c < n; c += 32) {
-        float value = (float)values[c] * unit;
+        float value = multiply((float)values[c], unit);
         const kv_u32 pair = c < half ? c : c - half;
-        // Multiply and add stay apart (--fmad=false), as on the CPU.
         if (kRotated && pair < n_pairs) {
-          const float turned = (float)values[c < half ? c + half : pair] * unit * load(rotation.sin + pair);
-          value = value * load(rotation.cos + pair) + (c < half ? -turned : turned);
+          const float other = multiply((float)values[c < half ? c + half : pair], unit);
+          const float own = multiply(value, load(rotation.cos + pair));
+          const float turned = multiply(other, load(rotation.sin + pair));
+          value = c < half ? subtract(own, turned) : add(own, turned);
         }
         put<kType>(row, load(order + c), value, kRotated, largest);
       }

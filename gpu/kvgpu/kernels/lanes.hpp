@@ -9,9 +9,9 @@ struct Pair {
   float first, second;
 };
 
-// Multiply and add stay apart (--fmad=false), as on the CPU.
 KV_DEVICE Pair rotated(Pair p, float cos, float sin) {
-  return {p.first * cos - p.second * sin, p.second * cos + p.first * sin};
+  return {subtract(multiply(p.first, cos), multiply(p.second, sin)),
+          add(multiply(p.second, cos), multiply(p.first, sin))};
 }
 
 template <kv_u32 kType>
@@ -21,7 +21,7 @@ KV_DEVICE bool emit_lane(const Lane& lane, const Channel* channels, const kv_i32
   const bool rotates = rotation.cos != nullptr;
   const kv_u32 half = lane.width / 2;
   for (kv_u32 c = 0; c < half; ++c) {
-    Pair pair{(float)values[c] * lane.unit, (float)values[half + c] * lane.unit};
+    Pair pair{multiply((float)values[c], lane.unit), multiply((float)values[half + c], lane.unit)};
     if (rotates && c < lane.n_pairs) pair = rotated(pair, load(rotation.cos + c), load(rotation.sin + c));
     put<kType>(row, load(&channels[c].output), pair.first, rotates, largest);
     put<kType>(row, load(&channels[half + c].output), pair.second, rotates, largest);

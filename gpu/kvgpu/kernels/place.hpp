@@ -2,8 +2,7 @@
 #pragma once
 
 #include "arguments.hpp"
-#include "half.hpp"
-#include "warp.hpp"
+#include "floats.hpp"
 
 namespace kv::gpu {
 
@@ -71,17 +70,6 @@ KV_DEVICE T* global(T* memory) {
 }
 
 KV_DEVICE void keep_largest(kv_u32& largest, kv_u32 value) { largest = value > largest ? value : largest; }
-
-// float16, nearest even; infinity or NaN beyond its range. half.hpp's way costs some ten instructions more.
-KV_DEVICE kv_u16 narrow16(float value) {
-#if defined(__CUDACC_RTC__)
-  kv_u16 bits;
-  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-  return bits;
-#else
-  return to_float16_bits(value);
-#endif
-}
 
 KV_DEVICE kv_u64 size_of(kv_u32 type) { return type == kFloat32 ? 4 : 2; }
 
