@@ -45,6 +45,10 @@ class Host:
         return np.empty(shape, dtype)
 
     def view(self, array: Any) -> Any:
+        if not isinstance(array, np.ndarray):
+            raise InvalidArgument(
+                f"out {type(array).__name__}: device 'cpu' writes NumPy arrays; leave `device` out"
+            )
         return array
 
     def queue(self, n_threads: int | None) -> Queue:

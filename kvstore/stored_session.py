@@ -118,7 +118,8 @@ class StoredSession:
         out : (heads, stop - start, head_dim), optional
             Written instead of a new array; last axis contiguous. Untouched if a stored byte
             proves wrong. May be an array of a GPU, a PyTorch tensor among them, or
-            `kvgpu.Paged`.
+            `kvgpu.Paged`: written in the order of CuPy's current stream, so what other streams
+            still do with it must be done.
         position_offset
             K after RoPE is rotated for positions so much later (earlier where negative): to use
             the tokens at another place of a context. V and K before RoPE stay the same.

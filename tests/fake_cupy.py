@@ -74,7 +74,8 @@ def make(library):
             ctypes.memmove(dst, src, size)
 
         def pointerGetAttributes(self, ptr):
-            return SimpleNamespace(device=0, devicePointer=ptr, hostPointer=0, type=2)
+            here = SimpleNamespace(device=0, devicePointer=ptr, hostPointer=0, type=2)
+            return self.elsewhere.get(ptr, here)
 
         def getDeviceCount(self):
             return 1
@@ -127,6 +128,7 @@ def make(library):
             alloc_pinned_memory=alloc_pinned_memory,
             get_current_stream=lambda device_id=-1: Stream.current,
             runtime=Runtime(
+                elsewhere={},
                 CUDARuntimeError=CUDARuntimeError,
                 memcpyHostToDevice=1,
                 memcpyDeviceToHost=2,

@@ -1,7 +1,10 @@
 """What goes up to a device, and what can be written there: no kernel runs here."""
 
+import os
 import re
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import kvgpu
@@ -13,9 +16,10 @@ from kvcodecs.errors import InvalidArgument, Unsupported
 from kvcodecs.kvr1 import KVR1
 from kvcodecs.plan import Plan
 from kvgpu import cuda, source
-from kvgpu.arrays import bytes_of, view_of
+from kvgpu.arrays import view_of
 from kvgpu.host_device import HostArray
 from kvgpu.image import ALL, Image
+from kvgpu.interfaces import bytes_of
 from kvgpu.launches import Limits, block_grid, lane_grid
 
 
@@ -83,7 +87,8 @@ def test_arrays_that_speak_dlpack_alone():
         (HostArray(X.view(np.int16)), "output HostArray of int16"),
         (HostArray(X[0]), r"shape \(9, 8\), expected heads, rows, head_dim"),
         (HostArray(X[..., ::2]), "last axis must be contiguous"),
-        (HostArray(X[:, ::-1]), "no stride negative"),
+        (HostArray(X[:, ::-1]), "strides positive"),
+        (HostArray(np.lib.stride_tricks.as_strided(X, X.shape, (0, 16, 2))), "strides positive"),
         (Tensor(X, is_cuda=False), "lies on the host"),
         (object(), "output object"),
     ],
@@ -106,9 +111,12 @@ def test_read_only_and_misplaced_arrays():
 def test_payloads_on_the_device():
     x = np.zeros((4, 6), np.uint16)
     for library in (HostArray, Tensor):
-        assert bytes_of(library(x)) == (x.ctypes.data, 48)
+        resident = bytes_of(library(x), refuse)
+        assert (resident.address, resident.n_bytes) == (x.ctypes.data, 48)
         with pytest.raises(InvalidArgument, match="without gaps"):
-            bytes_of(library(x[:, :3]))
+            bytes_of(library(x[:, :3]), refuse)
+    alone = SimpleNamespace(dtype="uint16")
+    assert bytes_of(alone, lambda array: HostArray(x)).address == x.ctypes.data
 
 
 POOL = HostArray(np.zeros((5, 2, 4, 8), np.float16))
@@ -125,12 +133,26 @@ POOL = HostArray(np.zeros((5, 2, 4, 8), np.float16))
         ({"pages": [1], "first_row": 5}, "1 pages hold 4"),
         ({"pages": [1], "first_row": -1}, "1 pages hold 4"),
         ({"pages": [1], "layout": "DHN"}, "layout 'DHN'"),
+        ({"pages": [1], "n_rows": 1.5}, "n_rows 1.5: expected a whole number"),
+        ({"pages": [1], "n_rows": True}, "n_rows True"),
+        ({"pages": [1], "first_row": "a"}, "first_row 'a'"),
         ({"pool": HostArray(X), "pages": [1]}, r"pool of shape \(2, 9, 8\)"),
     ],
 )
 def test_pages_are_checked(arguments, message):
     with pytest.raises(InvalidArgument, match=message):
         kvgpu.Paged(**{"pool": POOL, **arguments})
+
+
+def test_rows_of_pages():
+    paged = kvgpu.Paged(POOL, [3, 1], first_row=1, n_rows=6)
+    part = paged[:, 2:5]
+    assert part.shape == (2, 3, 8)
+    assert view_of(part, refuse).first_row == view_of(paged, refuse)[:, 2:5].first_row == 3
+    assert kvgpu.Paged(POOL, []).shape == (2, 0, 8)
+    for key in ((slice(1), slice(2)), (slice(None), slice(0, 4, 2)), slice(2), 1):
+        with pytest.raises(InvalidArgument, match="only rows can be sliced"):
+            paged[key]
 
 
 def test_an_image_is_its_parts_at_their_offsets():
@@ -262,6 +284,128 @@ def test_what_cupy_is_asked_for(fake_cupy):
     kvgpu.decode(many.add(Plan(), 0, 600, out))  # enough blocks for tables in shared memory
     assert device._kernels["kv_decode_blocks_compact"].max_dynamic_shared_size_bytes > 48 << 10
     assert_same(out.array, many.decode(0, 600, np.float32))
+
+
+def test_payloads_of_other_memory(fake_cupy):
+    """Of another GPU, of the host, nowhere: refused before a kernel reads there."""
+    from test_gpu_decode import Stream
+
+    device, stream = cuda.current_device(), Stream(KVR1())
+    out = device.empty((2, 100, 16), np.dtype(np.float16))
+    payloads = [HostArray(np.frombuffer(p, np.uint8).copy()) for _, _, p in stream.blocks]
+    plan = stream.add(Plan(), 0, 100, out)
+    kvgpu.decode(plan, payloads)
+    here = payloads[2].array.ctypes.data
+    for number, kind in ((1, 2), (0, 0)):
+        fake_cupy.cuda.runtime.elsewhere = {here: SimpleNamespace(device=number, type=kind)}
+        with pytest.raises(InvalidArgument, match="payload 2 is not memory of device 0"):
+            kvgpu.decode(plan, payloads)
+
+
+class Produced(HostArray):
+    """An array that says in which stream it is worked on."""
+
+    @property
+    def __cuda_array_interface__(self):
+        return super().__cuda_array_interface__ | {"stream": 0x777}
+
+    def __getitem__(self, key):
+        return Produced(self.array[key])
+
+
+class Exported:
+    """An array that speaks DLPack alone."""
+
+    def __init__(self, array):
+        self.array, self.shape, self.dtype = array, array.shape, array.dtype
+
+    def __getitem__(self, key):
+        return Exported(self.array[key])
+
+    def __dlpack_device__(self):
+        return 2, 0
+
+    def __dlpack__(self, **options):
+        return self.array.__dlpack__()
+
+
+def test_decodes_follow_the_streams_of_producers(fake_cupy, monkeypatch):
+    from test_gpu_decode import Stream, assert_same
+
+    device, stream = cuda.current_device(), Stream(KVR1())
+    want = stream.decode(0, 100, np.float16)
+    out, payloads = (
+        np.zeros_like(want),
+        [HostArray(np.frombuffer(p, "u1")) for _, _, p in stream.blocks],
+    )
+    log = fake_cupy.log
+    for given, arguments in (
+        (Produced(out), {}),
+        (HostArray(out), {"payloads": [Produced(p.array) for p in payloads]}),
+    ):
+        for runs_in, waits in ((0x999, True), (0x777, False)):
+            log.clear()
+            kvgpu.decode(stream.add(Plan(), 0, 100, given), stream=runs_in, **arguments)
+            assert_same(out, want)
+            assert log.count(("record", 0x777)) == 1  # of the producer, or of the decode
+            if waits:
+                launch = log.index(("launch", runs_in))
+                assert ("wait", runs_in) in log[log.index(("record", 0x777)) : launch]
+    imported_in = []
+
+    def from_dlpack(array):
+        imported_in.append(fake_cupy.cuda.Stream.current.ptr)
+        return HostArray(array.array)
+
+    monkeypatch.setattr(fake_cupy, "from_dlpack", from_dlpack)
+    kvgpu.decode(stream.add(Plan(), 0, 100, Exported(out)), stream=0x999)
+    assert set(imported_in) == {device._uploads.ptr}  # every decode waits for an upload
+
+
+def test_streams_of_older_pytorch(fake_cupy):
+    from test_gpu_decode import Stream
+
+    stream, out = Stream(KVR1()), HostArray(np.zeros((2, 100, 16), np.float16))
+    older = SimpleNamespace(cuda_stream=0x55, wait_event=None)
+    kvgpu.decode(stream.add(Plan(), 0, 100, out), stream=older)
+    assert ("launch", 0x55) in fake_cupy.log
+    for bad in (True, -1, SimpleNamespace(cuda_stream="x")):
+        with pytest.raises(InvalidArgument, match="stream "):
+            kvgpu.decode(stream.add(Plan(), 0, 100, out), stream=bad)
+
+
+def test_shared_memory_is_granted_once(fake_cupy):
+    """Whatever launches ask for at a time: none takes back what another one needs."""
+    device = cuda.current_device()
+    kernel = device.kernel("kv_decode_blocks")
+    assert kernel.max_dynamic_shared_size_bytes == device.limits.shared_bytes == 227 << 10
+    assert device.kernel("kv_decode_blocks") is kernel
+
+
+def test_threads_share_one_device(fake_cupy, monkeypatch):
+    made = []
+
+    class Slow(cuda.CudaDevice):
+        def __init__(self, number):
+            made.append(number)
+            time.sleep(0.01)  # others come meanwhile
+            super().__init__(number)
+
+    monkeypatch.setattr(cuda, "CudaDevice", Slow)
+    with ThreadPoolExecutor(4) as pool:
+        devices = set(pool.map(lambda _: cuda.current_device(), range(4)))
+    assert len(devices) == len(made) == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks here")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_forks_ask_for_their_own_device(fake_cupy):
+    """CUDA does not survive a fork: nothing of it may be used there."""
+    cuda.current_device()
+    child = os.fork()
+    if child == 0:
+        os._exit(cuda._device.cache_info().currsize + cuda._cupy.cache_info().currsize)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 class CudaError(RuntimeError):

@@ -15,6 +15,8 @@ from kvcodecs.raw import Raw
 from kvcodecs.rope import Rope, to_coded
 from kvcodecs.spec import StreamSpec
 from kvcodecs.tkv1 import TKV1
+from kvgpu.device import Slot, using
+from kvgpu.host_device import HostArray, HostDevice, HostStream
 from kvgpu.launches import Limits
 
 DTYPES = [np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
@@ -300,3 +302,235 @@ def test_no_table_reads_outside_its_buffers(gpu):
 
 def test_an_empty_plan(gpu):
     kvgpu.decode(Plan())
+
+
+@pytest.mark.parametrize("config", [KVR1(), TKV1(), Raw(), GGML("q8_0")], ids=str)
+def test_rope_tables_of_other_forms(gpu, config):
+    """Converted once for all executors; two in one plan may share their cosines."""
+    dim = 32
+    stream = Stream(config, head_dim=dim, rope=Rope.from_theta(1e4, dim))
+    table = stream.rope
+    want = stream.decode(0, 100, np.float32, rotated=True)
+    gaps = [np.repeat(part, 2, 1)[:, ::2] for part in table[1:]]
+    for cos, sin in (
+        (table.cos.astype(np.float64), table.sin.astype(np.float64)),
+        (table.cos, table.sin.astype(np.float64)),
+        gaps,
+    ):
+        stream.rope = table._replace(cos=cos, sin=sin)
+        assert_same(stream.decode(0, 100, np.float32, rotated=True), want)
+        out = gpu.put(np.zeros_like(want))
+        kvgpu.decode(stream.add(Plan(), 0, 100, out, rotated=True))
+        assert_same(gpu.get(out), want)
+    for sin in (table.sin[:50], table.sin[:, :4], table.sin[0], [["x"]]):
+        stream.rope = table._replace(sin=sin)
+        for out in (np.zeros_like(want), gpu.put(np.zeros_like(want))):
+            with pytest.raises(InvalidArgument, match="rope table"):
+                stream.add(Plan(), 0, 100, out, rotated=True)
+    plan, outs, wants = Plan(), [], []
+    for sin in (table.sin, -table.sin):
+        stream.rope = table._replace(sin=sin)
+        wants.append(stream.decode(0, 100, np.float32, rotated=True))
+        outs.append(gpu.put(np.zeros_like(want)))
+        stream.add(plan, 0, 100, outs[-1], rotated=True)
+    kvgpu.decode(plan)
+    assert_same(gpu.get(outs[0]), wants[0])
+    assert_same(gpu.get(outs[1]), wants[1])
+    assert not np.array_equal(*wants)
+
+
+class Failing(HostDevice):
+    """Notes when its work is waited for; one kernel of it does not start."""
+
+    def __init__(self, library):
+        super().__init__(library)
+        self.events, self.fails = [], ()
+        device = self
+
+        class Event:
+            def wait(self):
+                device.events.append("wait")
+
+        class Noting(HostStream):
+            def launch(self, launch, base):
+                if launch.kernel in device.fails:
+                    raise RuntimeError("no kernel")
+                device.events.append("launch")
+                super().launch(launch, base)
+
+            def record(self):
+                device.events.append("record")
+                return Event()
+
+        self._stream, self.uploads = Noting(self), Noting(self)
+
+    def stream(self, stream):
+        return self._stream
+
+
+def test_memory_comes_back_only_when_kernels_are_done(host_library):
+    """Whatever is raised after the first launch, and however the decoding ends."""
+    streams = [Stream(TKV1()), Stream(KVR1())]
+    device = Failing(host_library)
+    with using(device):
+        plan = Plan()
+        for stream in streams:
+            stream.add(plan, 0, 100, HostArray(np.zeros((2, 100, 16), np.float16)))
+        kvgpu.decode(plan)
+        device.fails = ("kv_decode_blocks", "kv_decode_blocks_compact")
+        device.events.clear()
+        decoding = kvgpu.Decoding(plan)
+        decoding.upload()
+        with pytest.raises(RuntimeError, match="no kernel"):
+            decoding.launch()
+        assert device.events[-2:] == ["launch", "record"]
+        with pytest.raises(InvalidArgument, match="nothing was launched"):
+            decoding.wait()
+        decoding.close()
+        assert device.events[-1] == "wait"
+        device.fails = ()
+        dropped = kvgpu.Decoding(plan)
+        dropped.upload()
+        dropped.launch()
+        assert not device.slots._free
+        del dropped
+        assert device.events[-1] == "wait"
+        assert len(device.slots._free) == 1
+
+
+def test_memory_for_statuses_comes_before_kernels(host_library, monkeypatch):
+    device, stream = HostDevice(host_library), Stream(KVR1())
+    with using(device):
+        plan = stream.add(Plan(), 0, 100, HostArray(np.zeros((2, 100, 16), np.float16)))
+        with kvgpu.Decoding(plan) as decoding:
+            decoding.upload()
+            monkeypatch.setattr(Slot, "status", lambda slot, n: 1 // 0)
+            with pytest.raises(ZeroDivisionError):
+                decoding.launch()
+            assert not device.launched
+
+
+def test_a_decoding_belongs_to_its_device(host_library):
+    stream = Stream(KVR1())
+    with using(HostDevice(host_library)):
+        plan = stream.add(Plan(), 0, 100, HostArray(np.zeros((2, 100, 16), np.float16)))
+        decoding = kvgpu.Decoding(plan)
+        decoding.upload()
+    with using(HostDevice(host_library)):
+        for start in (decoding.upload, decoding.launch):
+            with pytest.raises(InvalidArgument, match="made for another device"):
+                start()
+
+
+def failing_streams():
+    """KVR1 blocks that are damaged, and ggml rows that overflow float16."""
+    damaged, large = Stream(KVR1()), Stream(GGML("q8_0"), head_dim=32)
+    first, n, payload = damaged.blocks[0]
+    damaged.blocks[0] = (first, n, payload[:-20] + bytes([255] * 20))
+    x = np.full((2, 100, 32), 8e4, np.float32)
+    encoder = large.codec.encoder(large.params, 0)
+    encoder.push(x)
+    large.blocks = [(0, 100, encoder.payload())]
+    return damaged, large
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_the_first_error_is_that_of_the_cpu(gpu, order):
+    """Damage that kernels find comes before an overflow that the host finds."""
+    streams = failing_streams()[::order]
+
+    def plan(put):
+        made = Plan()
+        for stream in streams:
+            stream.add(made, 0, 100, put(np.zeros((2, 100, stream.spec.head_dim), np.float16)))
+        return made
+
+    with pytest.raises(Corrupt) as expected:
+        plan(lambda out: out).run(1)
+    with pytest.raises(Corrupt) as found:
+        kvgpu.decode(plan(gpu.put))
+    assert str(found.value) == str(expected.value)
+
+
+def test_a_queue_raises_the_first_error(gpu):
+    """Not that of a plan, or of what is done, after the plan that fails."""
+    damaged, _ = failing_streams()
+    fine = Stream(KVR1())
+
+    def plan(stream):
+        return stream.add(Plan(), 0, 100, gpu.put(np.zeros((2, 100, 16), np.float16)))
+
+    on_host = fine.add(Plan(), 0, 100, np.zeros((2, 100, 16), np.float16))
+
+    def run(first, then):
+        with kvgpu.Queue() as queue:
+            queue.add(plan(first))
+            then(queue)
+
+    def fail(queue):
+        raise InvalidArgument("of what comes later")
+
+    for then in (fail, lambda queue: queue.add(on_host)):
+        with pytest.raises(InvalidArgument):
+            run(fine, then)
+        with pytest.raises(Corrupt):
+            run(damaged, then)
+
+
+def test_odd_payloads(gpu):
+    stream = Stream(KVR1())
+    want = stream.decode(0, 100, np.float16)
+    payloads = [payload for _, _, payload in stream.blocks]
+    out = gpu.put(np.zeros_like(want))
+    plan = stream.add(Plan(), 0, 100, out)
+    kvgpu.decode(plan, iter(payloads))
+    assert_same(gpu.get(out), want)
+
+    class Exported:
+        def __dlpack_device__(self):
+            return 1, 0
+
+        def __dlpack__(self, **options):
+            raise BufferError("lies elsewhere")
+
+    class Nowhere:
+        @property
+        def __cuda_array_interface__(self):
+            return {"shape": (9,), "typestr": "|u1", "data": (0, False), "version": 3}
+
+    for odd in (None, "x", 3, np.zeros(40, np.uint8)[::2], Exported(), Nowhere()):
+        with pytest.raises(InvalidArgument, match=r"payload 0|Exported: "):
+            kvgpu.decode(plan, [odd, *payloads[1:]])
+    for several in (3, b"abcd"):
+        with pytest.raises(InvalidArgument):
+            kvgpu.decode(plan, several)
+        with pytest.raises(InvalidArgument):
+            kvgpu.decode(plan, out=several)
+
+
+@pytest.mark.parametrize("n_threads", [0, -1, 2.5, "a", 10**6, True])
+def test_numbers_of_threads(gpu, n_threads):
+    plan = Stream(KVR1()).add(Plan(), 0, 100, gpu.put(np.zeros((2, 100, 16), np.float16)))
+    with pytest.raises(InvalidArgument, match="n_threads"):
+        kvgpu.decode(plan, n_threads=n_threads)
+
+
+def test_heads_that_overlap(gpu):
+    stream = Stream(KVR1())
+    same = np.lib.stride_tricks.as_strided(np.zeros(1600, np.float16), (2, 100, 16), (0, 32, 2))
+    with pytest.raises(InvalidArgument, match="strides positive"):
+        stream.add(Plan(), 0, 100, same)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_zero_tokens(gpu, config):
+    """No grid of a launch may be empty."""
+    stream = Stream(config)
+    first, n, payload = stream.blocks[0]
+    plan = Plan()
+    plan.add(
+        stream.codec, stream.params, payload, first_token=first, n_tokens=n, start=3, stop=3,
+        out=gpu.put(np.zeros((2, 0, 16), np.float16)),
+    )  # fmt: skip
+    kvgpu.decode(plan)
+    assert all(launch.n_blocks for launch in getattr(gpu.device, "launched", []))

@@ -93,7 +93,7 @@ class Plan:
         Raises
         ------
         InvalidArgument
-            A range outside the block, or an output of the wrong shape or dtype.
+            A range outside the block, an output of the wrong shape or dtype, or no such `rope`.
         Truncated, Corrupt
             The payload's structure is damaged.
         """
@@ -106,6 +106,7 @@ class Plan:
             )
         check_output(out, (spec.heads, stop - start, spec.head_dim), prefix)
         if rope is not None:
+            rope = rope.checked()
             rope.rows(start, stop)
         placement = Placement(start, stop, n_tokens, out, rope, prefix)
         try:
@@ -173,8 +174,7 @@ class Plan:
         n_threads = check_threads(n_threads) or available_cpus()
         if simd is not None and simd not in SIMD_LEVELS:
             raise InvalidArgument(f"simd {simd!r}: None, or one of {', '.join(SIMD_LEVELS)}")
-        outputs = self.targets.on_host()
-        simd = simd or SIMD_LEVELS[0]
+        outputs, simd = self.targets.on_host(), simd or SIMD_LEVELS[0]
         arguments = self.targets.arguments(outputs)
         self.place_copies(outputs)
         failures = self.lanes.run(arguments, n_threads)

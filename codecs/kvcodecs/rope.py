@@ -67,6 +67,25 @@ class RopeTable(NamedTuple):
             )
         return self.cos[lo:hi], self.sin[lo:hi]
 
+    def checked(self) -> RopeTable:
+        """Return the table as its attributes are described; itself, if it is so.
+
+        Raises
+        ------
+        InvalidArgument
+            Cosines and sines are not two tables of numbers of one shape.
+        """
+        try:
+            cos, sin = (np.ascontiguousarray(part, np.float32) for part in (self.cos, self.sin))
+        except (TypeError, ValueError) as error:
+            raise InvalidArgument(f"rope table: {error}") from error
+        if cos.ndim != 2 or cos.shape != sin.shape:
+            raise InvalidArgument(
+                f"rope table: cosines of shape {cos.shape}, sines of shape {sin.shape}; expected "
+                "(n_tokens, n_pairs) both"
+            )
+        return self if cos is self.cos and sin is self.sin else self._replace(cos=cos, sin=sin)
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Rope:

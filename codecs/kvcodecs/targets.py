@@ -91,14 +91,14 @@ class Targets:
         Of each block, in the order of the plan's additions; no payload where a codec handed over
         its values.
     ropes
-        Cosines and sines, ``[rows][pairs]`` each.
+        Cosines and sines, ``[rows][pairs]`` each, as `RopeTable.checked` returns them.
     """
 
     payloads: list[BytesLike] = field(default_factory=list)
     outputs: list[Output] = field(default_factory=list)
     where: list[str] = field(default_factory=list)
     ropes: list[tuple[F32, F32]] = field(default_factory=list)
-    _rope_index: dict[int, int] = field(default_factory=dict)
+    _rope_index: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def add(self, payload: BytesLike, placement: Placement) -> tuple[int, int]:
         """Return the indices of a block and of its RoPE table, -1 for none."""
@@ -108,7 +108,7 @@ class Targets:
         if placement.rope is None:
             return len(self.outputs) - 1, -1
         cos, sin = placement.rope.cos, placement.rope.sin
-        rope = self._rope_index.setdefault(id(cos), len(self.ropes))
+        rope = self._rope_index.setdefault((id(cos), id(sin)), len(self.ropes))
         if rope == len(self.ropes):
             self.ropes.append((cos, sin))
         return len(self.outputs) - 1, rope
@@ -150,8 +150,15 @@ def check_output(out: object, shape: tuple[int, int, int], prefix: str) -> None:
         return
     if not out.flags.writeable:
         raise InvalidArgument(f"{prefix}output is read-only")
-    if out.size and (out.strides[2] != out.itemsize or min(out.strides) < 0):
+    if out.size and (out.strides[2] != out.itemsize or not are_apart(out.shape, out.strides)):
         raise InvalidArgument(f"{prefix}output: the last axis must be contiguous, strides positive")
+
+
+def are_apart(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether no axis goes backwards or stays where it is."""
+    return all(
+        stride > 0 or (stride == 0 and n <= 1) for n, stride in zip(shape, strides, strict=True)
+    )
 
 
 def is_device_output(out: object) -> TypeGuard[DeviceOutput]:

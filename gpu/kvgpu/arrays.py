@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
 from kvcodecs.errors import InvalidArgument
-from kvcodecs.spec import FLOAT_DTYPES
-from kvcodecs.targets import dtype_name
 
-#: Makes an array that has a ``__cuda_array_interface__`` of one that speaks DLPack alone.
-FromDlpack: TypeAlias = Callable[[Any], Any]
+from .interfaces import FromDlpack, writable
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +49,8 @@ class View:
         Elements; the last axis is contiguous.
     pages, first_row
         Of a paged view: row `i` of it is row ``first_row + i`` of the sequence.
+    stream
+        What the owner says that was asked of the memory was asked in this ``cudaStream_t``.
     """
 
     owner: Any
@@ -64,14 +61,12 @@ class View:
     row_stride: int
     pages: Pages | None = None
     first_row: int = 0
+    stream: int | None = None
 
     def __getitem__(self, key: tuple[slice, slice]) -> View:
         """Return some of the rows: ``view[:, start:stop]``."""
-        heads, rows = key
-        start, stop, step = rows.indices(self.shape[1])
-        if heads != slice(None) or step != 1:
-            raise InvalidArgument(f"view[{key}]: only rows can be sliced, view[:, start:stop]")
-        shape = (self.shape[0], max(stop - start, 0), self.shape[2])
+        start, n_rows = _rows(key, self.shape[1])
+        shape = (self.shape[0], n_rows, self.shape[2])
         if self.pages is not None:
             return replace(self, shape=shape, first_row=self.first_row + start)
         address = self.address + start * self.row_stride * self.dtype.itemsize
@@ -89,6 +84,16 @@ class View:
             "strides": tuple(n * self.dtype.itemsize for n in strides),
             "version": 3,
         }
+
+
+def _rows(key: Any, n_rows: int) -> tuple[int, int]:
+    """Return first and number of the rows that ``[:, start:stop]`` takes."""
+    if isinstance(key, tuple) and len(key) == 2 and key[0] == slice(None):
+        rows = key[1]
+        if isinstance(rows, slice) and rows.step in (None, 1):
+            start, stop, _ = rows.indices(n_rows)
+            return start, max(stop - start, 0)
+    raise InvalidArgument(f"output[{key}]: only rows can be sliced, output[:, start:stop]")
 
 
 _AXES: Final = {"HND": (1, 2), "NHD": (2, 1)}
@@ -132,6 +137,8 @@ class Paged:
         if len(shape) != 4 or shape[_AXES[layout][1]] == 0:
             raise InvalidArgument(f"pool of shape {shape}: expected pages of heads and rows")
         numbers = np.asarray(pages)
+        if numbers.shape == (0,):
+            numbers = numbers.astype(np.int32)  # an empty list has no dtype of its own
         if numbers.ndim != 1 or numbers.dtype.kind not in "iu":
             raise InvalidArgument(
                 f"pages of dtype {numbers.dtype}, shape {numbers.shape}: expected a list of numbers"
@@ -142,8 +149,8 @@ class Paged:
         room = numbers.size * shape[_AXES[layout][1]]
         if room >= 1 << 32:
             raise InvalidArgument(f"{numbers.size} pages hold {room} rows: at most 2^32 - 1")
-        if n_rows is None:
-            n_rows = room - first_row
+        first_row = _whole(first_row, "first_row")
+        n_rows = room - first_row if n_rows is None else _whole(n_rows, "n_rows")
         if not (first_row >= 0 and n_rows >= 0 and first_row + n_rows <= room):
             raise InvalidArgument(
                 f"rows [{first_row}, {first_row + n_rows}): {numbers.size} pages hold {room}"
@@ -161,20 +168,34 @@ class Paged:
     def dtype(self) -> Any:
         return self._pool.dtype
 
+    def __getitem__(self, key: tuple[slice, slice]) -> Paged:
+        """Return some of the rows: ``paged[:, start:stop]``."""
+        start, n_rows = _rows(key, self._span[1])
+        return Paged(
+            self._pool, self._pages, n_rows=n_rows, first_row=self._span[0] + start,
+            layout="NHD" if self._swapped else "HND",
+        )  # fmt: skip
+
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
         raise AttributeError("pages of a cache are no array")
 
     def view(self, from_dlpack: FromDlpack) -> View:
         """Return the output as decoders take it."""
-        pool = _memory(self._pool, from_dlpack)
+        pool = writable(self._pool, from_dlpack)
         head, row = (2, 1) if self._swapped else (1, 2)
         page_stride, head_stride, row_stride = (pool.strides[axis] for axis in (0, head, row))
         pages = Pages(self._pages, pool.shape[row], page_stride)
         return View(
             pool.owner, pool.address, self.shape, pool.dtype, head_stride, row_stride,
-            pages, self._span[0],
+            pages, self._span[0], pool.stream,
         )  # fmt: skip
+
+
+def _whole(n: object, name: str) -> int:
+    if isinstance(n, bool) or not isinstance(n, int | np.integer):
+        raise InvalidArgument(f"{name} {n!r}: expected a whole number")
+    return int(n)
 
 
 def view_of(array: Any, from_dlpack: FromDlpack) -> View:
@@ -184,7 +205,7 @@ def view_of(array: Any, from_dlpack: FromDlpack) -> View:
     ----------
     array : (heads, rows, head_dim) float32, float16 or bfloat16
         A CuPy array, a PyTorch tensor, anything else with ``__cuda_array_interface__`` or DLPack,
-        or a `Paged`. Last axis contiguous, other strides not negative.
+        or a `Paged`. Last axis contiguous, other strides positive.
 
     Raises
     ------
@@ -195,93 +216,11 @@ def view_of(array: Any, from_dlpack: FromDlpack) -> View:
         return array
     if isinstance(array, Paged):
         return array.view(from_dlpack)
-    memory = _memory(array, from_dlpack)
+    memory = writable(array, from_dlpack)
     if len(memory.shape) != 3:
         raise InvalidArgument(f"output of shape {memory.shape}, expected heads, rows, head_dim")
     heads, rows, head_dim = memory.shape
     return View(
         memory.owner, memory.address, (heads, rows, head_dim), memory.dtype,
-        memory.strides[0], memory.strides[1],
+        memory.strides[0], memory.strides[1], stream=memory.stream,
     )  # fmt: skip
-
-
-def bytes_of(array: Any) -> tuple[int, int]:
-    """Return address and size of a payload that lies on the device.
-
-    Raises
-    ------
-    InvalidArgument
-        It has gaps.
-    """
-    if hasattr(type(array), "data_ptr"):
-        is_whole, address = array.is_contiguous() and array.is_cuda, array.data_ptr()
-        n_bytes = array.numel() * array.element_size()
-    else:
-        described = array.__cuda_array_interface__
-        address, n_bytes = described["data"][0], np.dtype(described["typestr"]).itemsize
-        shape, strides = described["shape"], described.get("strides")
-        is_whole = strides is None or tuple(strides) == _contiguous(shape, n_bytes)
-        n_bytes *= math.prod(shape)
-    if not is_whole:
-        raise InvalidArgument("payload: expected bytes of the device without gaps")
-    return address or 0, n_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class _Memory:
-    """What an array's own library says of it; strides in elements."""
-
-    owner: Any
-    address: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: np.dtype[Any]
-
-
-def _memory(array: Any, from_dlpack: FromDlpack) -> _Memory:
-    name = dtype_name(getattr(array, "dtype", None))
-    if isinstance(array, np.ndarray) or name not in FLOAT_DTYPES:
-        raise InvalidArgument(
-            f"output {type(array).__name__} of {name}: expected float32, float16 or bfloat16 on "
-            "the device"
-        )
-    dtype = FLOAT_DTYPES[name]
-    if hasattr(type(array), "data_ptr"):  # PyTorch says more of bfloat16 than the protocols can
-        if not array.is_cuda:
-            raise InvalidArgument("output tensor: lies on the host, expected it on the device")
-        memory = _Memory(array, array.data_ptr(), tuple(array.shape), tuple(array.stride()), dtype)
-    else:
-        if not hasattr(array, "__cuda_array_interface__"):
-            array = from_dlpack(array)
-        memory = _interface(array, dtype)
-    if 0 in memory.shape:
-        return memory
-    if memory.address % dtype.itemsize:
-        raise InvalidArgument(f"output at {memory.address:#x}: not where {name} may lie")
-    if (memory.strides[-1] != 1 and memory.shape[-1] > 1) or min(memory.strides) < 0:
-        raise InvalidArgument(
-            f"output with strides of {memory.strides} elements: the last axis must be contiguous, "
-            "no stride negative"
-        )
-    return memory
-
-
-def _interface(array: Any, dtype: np.dtype[Any]) -> _Memory:
-    described = array.__cuda_array_interface__
-    address, read_only = described["data"]
-    if read_only:
-        raise InvalidArgument("output is read-only")
-    shape = tuple(described["shape"])
-    strides = described.get("strides") or _contiguous(shape, dtype.itemsize)
-    if any(stride % dtype.itemsize for stride in strides):
-        raise InvalidArgument(f"output with strides of {strides} bytes: no whole elements")
-    return _Memory(
-        array, address or 0, shape, tuple(stride // dtype.itemsize for stride in strides), dtype
-    )
-
-
-def _contiguous(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
-    strides = [itemsize]
-    for n in reversed(shape[1:]):
-        strides.append(strides[-1] * n)
-    return tuple(reversed(strides))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from functools import cache
+from threading import Lock
 from typing import Any, Final, get_args
 
 import numpy as np
@@ -16,11 +18,17 @@ from .source import OPTIONS, source
 _INSTALL: Final = "pip install 'kvstore[cuda12]' or 'kvstore[cuda13]', as the driver needs"
 # What thread blocks may ask for beyond 48 KiB, they have to be granted.
 _GRANTED: Final = 48 << 10
+# The handle of the stream that is 0 where a number has to say which.
+_LEGACY: Final = 1
+
+_making = Lock()
 
 
 def current_device() -> CudaDevice:
     """Return CuPy's current device; `Unsupported` if there is none."""
-    return _device(int(_cupy().cuda.Device().id))
+    number = int(_cupy().cuda.Device().id)
+    with _making:
+        return _device(number)
 
 
 def is_available() -> bool:
@@ -52,6 +60,18 @@ def _device(number: int) -> CudaDevice:
     return CudaDevice(number)
 
 
+def _forget() -> None:
+    """What a process had of CUDA its forks do not have: they ask anew, and are told so."""
+    global _making
+    _making = Lock()
+    _cupy.cache_clear()
+    _device.cache_clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
+
+
 class CudaDevice:
     """`kvgpu.device.Device` for one GPU."""
 
@@ -68,6 +88,7 @@ class CudaDevice:
         self.slots, self.constants = Slots(self), Constants(self)
         self._module = cupy.RawModule(code=source(), options=OPTIONS, backend="nvrtc")
         self._kernels: dict[str, Any] = {}
+        self._lock = Lock()
 
     def describe(self) -> str:
         name = self._cupy.cuda.runtime.getDeviceProperties(self.number)["name"].decode()
@@ -75,7 +96,7 @@ class CudaDevice:
             f"{name}, {self.limits.n_processors} multiprocessors, CuPy {self._cupy.__version__}"
         ]
         for kernel in get_args(Kernel):
-            made = self.kernel(kernel, 0)
+            made = self.kernel(kernel)
             lines.append(
                 f"{kernel}: {made.num_regs} registers, {made.local_size_bytes} bytes local"
             )
@@ -86,17 +107,18 @@ class CudaDevice:
 
     def from_dlpack(self, array: Any) -> Any:
         try:
-            return self._cupy.from_dlpack(array)
+            with self._uploads:  # every decode waits for an upload
+                return self._cupy.from_dlpack(array)
         except (BufferError, RuntimeError, TypeError, ValueError) as error:
-            raise InvalidArgument(f"output {type(array).__name__}: {error}") from error
+            raise InvalidArgument(f"{type(array).__name__}: {error}") from error
 
-    def check_address(self, address: int) -> None:
+    def check_address(self, address: int, what: str) -> None:
         runtime = self._cupy.cuda.runtime
         attributes = runtime.pointerGetAttributes(address)
         on_device = attributes.type in (runtime.memoryTypeDevice, runtime.memoryTypeManaged)
         if not on_device or attributes.device != self.number:
             raise InvalidArgument(
-                f"output is not memory of device {self.number}, CuPy's current one"
+                f"{what} is not memory of device {self.number}, CuPy's current one"
             )
 
     def memory(self, n_bytes: int) -> Memory:
@@ -112,22 +134,24 @@ class CudaDevice:
         cuda = self._cupy.cuda
         if stream is None:
             return CudaStream(self, cuda.get_current_stream())
-        if isinstance(stream, int):
-            stream = _Handle(stream)
-        if hasattr(stream, "__cuda_stream__") and not isinstance(stream, cuda.Stream):
-            stream = cuda.Stream.from_external(stream)
-        if not hasattr(stream, "wait_event"):
-            raise InvalidArgument(f"stream {stream!r}: a cupy.cuda.Stream, a number, or None")
-        return CudaStream(self, stream)
+        if hasattr(stream, "wait_event") and hasattr(stream, "ptr"):
+            return CudaStream(self, stream)  # CuPy's
+        if not hasattr(stream, "__cuda_stream__"):
+            handle = getattr(stream, "cuda_stream", stream)  # of older releases of PyTorch
+            if isinstance(handle, bool) or not isinstance(handle, int) or handle < 0:
+                raise InvalidArgument(f"stream {stream!r}: a cupy.cuda.Stream, a number, or None")
+            stream = _Handle(handle)
+        return CudaStream(self, cuda.Stream.from_external(stream))
 
-    def kernel(self, name: str, shared_bytes: int) -> Any:
+    def kernel(self, name: str) -> Any:
         """Return a kernel, compiled on first use; CuPy keeps the result on disk."""
-        if name not in self._kernels:
-            self._kernels[name] = self._module.get_function(name)
-        kernel = self._kernels[name]
-        if shared_bytes > max(_GRANTED, kernel.max_dynamic_shared_size_bytes):
-            kernel.max_dynamic_shared_size_bytes = shared_bytes
-        return kernel
+        with self._lock:
+            if name not in self._kernels:
+                kernel = self._module.get_function(name)
+                if self.limits.shared_bytes > _GRANTED:  # once, as launches may be concurrent
+                    kernel.max_dynamic_shared_size_bytes = self.limits.shared_bytes
+                self._kernels[name] = kernel
+            return self._kernels[name]
 
 
 class _Handle:
@@ -177,7 +201,7 @@ class CudaStream:
     def launch(self, launch: Launch, base: int) -> None:
         # A number of NumPy is passed as it is: eight bytes, the pointer that kernels take.
         argument = np.uint64(base + launch.arguments)
-        kernel = self._device.kernel(launch.kernel, launch.shared_bytes)
+        kernel = self._device.kernel(launch.kernel)
         with self._stream:
             kernel(
                 (launch.n_blocks,), (launch.block_threads,), (argument,),
@@ -189,6 +213,11 @@ class CudaStream:
 
     def wait(self, event: Any) -> None:
         self._stream.wait_event(event.event)
+
+    def follow(self, handle: int) -> None:
+        handle = handle or _LEGACY
+        if handle != (self._stream.ptr or _LEGACY):
+            self.wait(self._device.stream(handle).record())
 
     def _copy(self, target: int, source: int, n_bytes: int, kind: int) -> None:
         self._runtime.memcpyAsync(target, source, n_bytes, kind, self._stream.ptr)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any, Self
 
 import numpy as np
 from kvcodecs.errors import InvalidArgument
-from kvcodecs.plan import Plan, available_cpus
+from kvcodecs.plan import Plan, available_cpus, check_threads
 from kvcodecs.targets import check_output, is_device_output
 
 from .arrays import View, view_of
@@ -17,8 +17,8 @@ from .staging import Staging
 
 def decode(
     plan: Plan,
-    payloads: Sequence[Any] | None = None,
-    out: Sequence[Any] | None = None,
+    payloads: Iterable[Any] | None = None,
+    out: Iterable[Any] | None = None,
     stream: Any = None,
     *,
     n_threads: int | None = None,
@@ -35,15 +35,18 @@ def decode(
         The same object that the CPU executes.
     payloads
         The bytes of every block in the order of `Plan.add`, in place of those that the plan was
-        given: buffers of the host, or arrays of the device, which are not uploaded. Codecs
-        without a kernel have read theirs already.
+        given: buffers of the host, or arrays of the device, which are not uploaded and stay as
+        they are until the decode is done. Codecs without a kernel have read theirs already.
     out : (heads, rows, head_dim) each, float32, float16 or bfloat16
         An output for every block, in the same order; None: those that the plan was given. Arrays
         of the device: CuPy's, PyTorch tensors, anything else with ``__cuda_array_interface__`` or
         DLPack, or `Paged`.
     stream
         A ``cupy.cuda.Stream``, or a ``cudaStream_t`` as a number; None: CuPy's current one. The
-        outputs are written in this stream's order.
+        outputs are written, and payloads of the device read, in this stream's order: what was
+        asked of them in other streams must be done. Only DLPack and version 3 of
+        ``__cuda_array_interface__`` (CuPy's arrays, not PyTorch's tensors) tell in which stream
+        that was, and then are waited for.
     n_threads
         Of the host, that copy payloads; None: one per CPU this process may use.
 
@@ -52,8 +55,8 @@ def decode(
     Corrupt, Truncated
         A block that does not decode, named. The outputs are then undefined.
     InvalidArgument
-        Outputs that are not on the device or do not fit, or a value beyond the range of a float16
-        or bfloat16 output; ask for float32.
+        Outputs or payloads that are not on the device or do not fit, or a value beyond the range
+        of a float16 or bfloat16 output; ask for float32.
     Unsupported
         There is no CuPy, or no device.
 
@@ -71,7 +74,8 @@ class Decoding:
     """A plan made ready for the device: uploaded once, decoded once or more often.
 
     A context manager, or `close` it: it holds memory of the device from `upload` on. The
-    parameters and errors are those of `decode`.
+    parameters and errors are those of `decode`. It belongs to the device that was current when
+    it was made.
 
     Attributes
     ----------
@@ -82,31 +86,26 @@ class Decoding:
     def __init__(
         self,
         plan: Plan,
-        payloads: Sequence[Any] | None = None,
-        out: Sequence[Any] | None = None,
+        payloads: Iterable[Any] | None = None,
+        out: Iterable[Any] | None = None,
         *,
         n_threads: int | None = None,
     ) -> None:
-        self._device = current()
-        self._plan = plan
-        self._n_threads = n_threads or available_cpus()
-        outputs = _outputs(plan, out, self._device)
-        if payloads is not None and len(payloads) != len(outputs):
-            raise InvalidArgument(f"{len(payloads)} payloads for a plan of {len(outputs)} blocks")
-        self._staging = Staging(
-            plan,
-            plan.targets.payloads if payloads is None else payloads,
-            outputs,
-            self._device.limits,
-            self._device.constants,
-            self._n_threads,
-        )
-        # What the device reads and writes lives as long as this does.
-        self._keep = payloads, outputs
         self._slot: Slot | None = None
         self._base = 0
         self._uploaded: Event | None = None
         self._done: Event | None = None
+        self._is_decoded = False
+        self._n_threads = check_threads(n_threads) or available_cpus()
+        self._device = current()
+        self._plan = plan
+        targets = plan.targets
+        n = len(targets.outputs)
+        parts = targets.payloads if payloads is None else _one_each(payloads, n, "payloads")
+        arrays = targets.outputs if out is None else _one_each(out, n, "outputs")
+        # What the device reads and writes lives as long as this does.
+        self._outputs = _views(plan, arrays, self._device)
+        self._staging = Staging(plan, parts, self._outputs, self._device, self._n_threads)
 
     @property
     def n_bytes(self) -> int:
@@ -114,7 +113,9 @@ class Decoding:
 
     def upload(self) -> None:
         """Start to bring tables and payloads to the device; the host's may then change."""
+        self._check_device()
         self.synchronize()
+        self._is_decoded = False
         image = self._staging.image
         if self._slot is None:
             self._slot = self._device.slots.take()
@@ -126,20 +127,27 @@ class Decoding:
         """Start to decode what was uploaded, in the order of `stream`."""
         if self._slot is None or self._uploaded is None:
             raise InvalidArgument("decoding: nothing is uploaded yet")
+        self._check_device()
         if self._done is not None:
             self._done.wait()  # its statuses were not read yet
+        self._is_decoded = False
         runs_in = self._device.stream(stream)
+        status = self._slot.status(self._staging.n_status)
         runs_in.wait(self._uploaded)
-        for launch in self._staging.launches:
-            runs_in.launch(launch, self._base)
-        n = self._staging.n_status
-        if n:
-            runs_in.download(self._base, self._slot.status(n))
-        self._done = runs_in.record()
+        for producer in sorted(self._staging.producers):
+            runs_in.follow(producer)
+        try:
+            for launch in self._staging.launches:
+                runs_in.launch(launch, self._base)
+            if status.size:
+                runs_in.download(self._base, status)
+        finally:  # what was started uses the memory, whatever was raised
+            self._done = runs_in.record()
+        self._is_decoded = True
 
     def wait(self) -> None:
         """Return when the outputs are written; raise what `decode` raises."""
-        if self._slot is None or self._done is None:
+        if self._slot is None or not self._is_decoded:
             raise InvalidArgument("decoding: nothing was launched")
         self.synchronize()
         status = self._slot.status(self._staging.n_status)
@@ -153,10 +161,17 @@ class Decoding:
 
     def close(self) -> None:
         """Give the device's memory back, when the device is through with it."""
-        if self._slot is not None:
+        slot, self._slot = self._slot, None
+        if slot is not None:
             self.synchronize()
-            self._device.slots.give(self._slot)
-            self._slot = None
+            self._device.slots.give(slot)
+
+    def _check_device(self) -> None:
+        if current() is not self._device:
+            raise InvalidArgument("decoding: it was made for another device than the current one")
+
+    def __del__(self) -> None:
+        self.close()
 
     def __enter__(self) -> Self:
         return self
@@ -188,16 +203,21 @@ class Queue:
         decoding = Decoding(plan, n_threads=self._n_threads)
         if len(self._under_way) == _AT_A_TIME:
             self._end_first()
+        try:
+            decoding.upload()
+            decoding.launch()
+        except BaseException:
+            decoding.close()
+            raise
         self._under_way.append(decoding)
-        decoding.upload()
-        decoding.launch()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *args: object) -> None:
+        # An error of one plan comes before what went wrong after that plan was added.
         try:
-            while self._under_way and kind is None:
+            while self._under_way and (kind is None or issubclass(kind, Exception)):
                 self._end_first()
         finally:
             for decoding in self._under_way:
@@ -211,23 +231,32 @@ class Queue:
 _AT_A_TIME = 2
 
 
-def _outputs(plan: Plan, out: Sequence[Any] | None, device: Device) -> list[View]:
+def _one_each(given: Iterable[Any], n: int, what: str) -> list[Any]:
+    """Return what is given for every block of a plan."""
+    try:
+        parts = list(given)
+    except TypeError as error:
+        raise InvalidArgument(f"{what}: {error}; expected one for each block") from error
+    if len(parts) != n:
+        raise InvalidArgument(f"{len(parts)} {what} for a plan of {n} blocks")
+    return parts
+
+
+def _views(plan: Plan, arrays: list[Any], device: Device) -> list[View]:
     """Return the outputs of a plan as views, checked."""
     targets = plan.targets
-    if out is not None:
-        if len(out) != len(targets.outputs):
-            raise InvalidArgument(f"{len(out)} outputs for a plan of {len(targets.outputs)} blocks")
-        for array, planned, where in zip(out, targets.outputs, targets.where, strict=True):
+    if arrays is not targets.outputs:
+        for array, planned, where in zip(arrays, targets.outputs, targets.where, strict=True):
             heads, rows, head_dim = planned.shape
             check_output(array, (heads, rows, head_dim), where)
     views: list[View] = []
     seen: set[int] = set()
-    for array, where in zip(targets.outputs if out is None else out, targets.where, strict=True):
+    for array, where in zip(arrays, targets.where, strict=True):
         if not is_device_output(array):
             raise InvalidArgument(f"{where}output is on the host: use Plan.run, or give `out`")
         view = view_of(array, device.from_dlpack)
         if id(view.owner) not in seen and 0 not in view.shape:
-            device.check_address(view.address)
+            device.check_address(view.address, f"{where}output")
             seen.add(id(view.owner))
         views.append(view)
     return views

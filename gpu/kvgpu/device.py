@@ -55,6 +55,9 @@ class Stream(Protocol):
     def wait(self, event: Event) -> None:
         """Do what comes next only after `event`, of another stream."""
 
+    def follow(self, handle: int) -> None:
+        """Do what comes next only after all that a ``cudaStream_t`` was asked for until now."""
+
 
 class Device(Protocol):
     """A GPU, or what stands in for one.
@@ -84,10 +87,13 @@ class Device(Protocol):
         """Return a new array of the device's own library."""
 
     def from_dlpack(self, array: Any) -> Any:
-        """Return the library's array for an array that speaks DLPack."""
+        """Return the library's array for an array that speaks DLPack.
 
-    def check_address(self, address: int) -> None:
-        """Raise `InvalidArgument` unless this is memory of the device."""
+        `uploads` is then behind what was asked of its memory.
+        """
+
+    def check_address(self, address: int, what: str) -> None:
+        """Raise `InvalidArgument`, which says `what` it is, unless this is its memory."""
 
     def memory(self, n_bytes: int) -> Memory: ...
     def pinned(self, n_bytes: int) -> npt.NDArray[np.uint8]: ...
@@ -122,8 +128,10 @@ class Slot:
             size = min(_PIECE_BYTES, image.stop - start)
             piece = self._piece(at % _N_PIECES, size)
             image.write(start, piece, n_threads)
-            stream.upload(piece, address + start)
-            self._pieces[at % _N_PIECES] = (self._pieces[at % _N_PIECES][0], stream.record())
+            try:
+                stream.upload(piece, address + start)
+            finally:  # the device may read it, whatever was raised
+                self._pieces[at % _N_PIECES] = (self._pieces[at % _N_PIECES][0], stream.record())
         return stream.record()
 
     def status(self, n_bytes: int) -> npt.NDArray[np.uint8]:

@@ -98,11 +98,11 @@ class HostDevice:
         return HostArray(np.empty(shape, dtype))
 
     def from_dlpack(self, array: Any) -> Any:
-        raise InvalidArgument(f"output {type(array).__name__}: is no array of this device")
+        raise InvalidArgument(f"{type(array).__name__}: is no array of this device")
 
-    def check_address(self, address: int) -> None:
+    def check_address(self, address: int, what: str) -> None:
         if address == 0:
-            raise InvalidArgument("output is not memory of this device")
+            raise InvalidArgument(f"{what} is not memory of this device")
 
     def memory(self, n_bytes: int) -> Memory:
         return HostMemory(n_bytes)
@@ -146,6 +146,9 @@ class HostStream:
         return HostEvent()
 
     def wait(self, event: Event) -> None:
+        pass
+
+    def follow(self, handle: int) -> None:
         pass
 
 

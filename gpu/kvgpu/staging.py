@@ -13,16 +13,18 @@ import numpy as np
 import numpy.typing as npt
 from kvcodecs import _core
 from kvcodecs.blocks import BlockArrays, failed_blocks
+from kvcodecs.errors import InvalidArgument
 from kvcodecs.frame import byte_view
 from kvcodecs.lanes import LaneArrays, failed_lanes
 from kvcodecs.plan import Plan
 from kvcodecs.targets import OUTPUT_TYPES, Failure, is_device_output
 
 from . import structs
-from .arrays import Pages, View, bytes_of
-from .device import Constants
+from .arrays import Pages, View
+from .device import Device
 from .host import host_values
 from .image import ALL, Image
+from .interfaces import Resident, bytes_of
 from .launches import WARP, Grid, Kernel, Launch, Limits, block_grid, lane_grid
 
 # csrc/lane.hpp kClassModels.
@@ -47,10 +49,8 @@ class Staging:
         In place of the plan's: the same bytes, as buffers of the host or arrays of the device.
     outputs
         In the order of the plan's additions.
-    limits
-        Of the device.
-    constants
-        Finds the tables that are on the device once for all.
+    device
+        Where it will run.
 
     Attributes
     ----------
@@ -60,13 +60,14 @@ class Staging:
         Bytes of the statuses.
     launches
         The kernels to run, in any order.
+    producers
+        Streams in which the caller's arrays are still worked on.
 
     Raises
     ------
     InvalidArgument
-        Payloads that do not fit the plan, tables out of range, a value that overflows.
-    Corrupt, Truncated
-        Of blocks of codecs without a kernel, which are decoded here.
+        Payloads that do not fit the plan or are nowhere where the device can read them, tables
+        out of range, a value at hand that overflows.
     """
 
     def __init__(
@@ -74,11 +75,10 @@ class Staging:
         plan: Plan,
         payloads: Sequence[Any],
         outputs: Sequence[View],
-        limits: Limits,
-        constants: Constants,
+        device: Device,
         n_threads: int,
     ) -> None:
-        self._constants = constants
+        self._constants, limits = device.constants, device.limits
         lanes = plan.lanes.arrays() if plan.lanes.rows else None
         blocks = plan.blocks.arrays() if plan.blocks.rows else None
         self._lanes = _NONE if lanes is None else lanes[1]
@@ -92,10 +92,14 @@ class Staging:
         self.image = Image(scratch + max((grid.scratch_bytes for grid in grids), default=0))
         self.launches: list[Launch] = []
 
-        values = host_values(plan, outputs, n_threads)
-        sources, n_bytes = _sources(
-            self.image, [b"" if at in values else part for at, part in enumerate(payloads)]
-        )
+        # Blocks without a kernel are decoded here: what fails of them is told with the others.
+        values, self._failures = host_values(plan, outputs, n_threads)
+        parts = [b"" if at in values else part for at, part in enumerate(payloads)]
+        resident = _resident(parts, device)
+        sources, n_bytes = _sources(self.image, parts, resident)
+        self._keep = resident
+        streams = {view.stream for view in outputs} | {part.stream for part in resident.values()}
+        self.producers = {stream for stream in streams if stream is not None}
         shared = {
             "sources": sources,
             "targets": _targets(self.image, outputs),
@@ -114,9 +118,10 @@ class Staging:
             self._copy_rows(values, shared["targets"])
 
     def failures(self, status: npt.NDArray[np.uint8]) -> list[Failure]:
-        """Return the lanes and blocks that the kernels say do not decode."""
+        """Return the lanes and blocks that do not decode, given what the kernels say of theirs."""
         n = len(self._lanes)
-        return failed_lanes(status[:n], self._lanes) + failed_blocks(status[n:], self._blocks)
+        failures = failed_lanes(status[:n], self._lanes)
+        return failures + failed_blocks(status[n:], self._blocks) + self._failures
 
     def _decode_lanes(self, tables: LaneArrays, grid: Grid, shared: dict[str, int]) -> None:
         prior, lanes, channels, classes = tables
@@ -178,6 +183,8 @@ class Staging:
         copies["values"] = [self.image.add(array) for array in values.values()]
         pointers = {"copies": self.image.add(copies, values=ALL), "targets": targets}
         total = int(n_rows[-1])
+        if total == 0:
+            return
         numbers = {"n_copies": len(copies), "n_rows": total}
         arguments = _struct(self.image, structs.COPY_ARGUMENTS, pointers, numbers)
         n_ctas = min(-(-total // _COPY_THREADS), _MOST_CTAS)
@@ -212,21 +219,38 @@ def _struct(
     return image.add(struct, **dict.fromkeys(pointers, ALL))
 
 
-def _sources(image: Image, payloads: Sequence[Any]) -> tuple[int, npt.NDArray[np.uint64]]:
-    """Add payloads and the table of them; return its offset, and their sizes."""
-    n = len(payloads)
+def _resident(payloads: Sequence[Any], device: Device) -> dict[int, Resident]:
+    """Return the payloads that lie on the device, by index."""
     resident = {
-        at: bytes_of(part)
+        at: bytes_of(part, device.from_dlpack)
         for at, part in enumerate(payloads)
         if not isinstance(part, _ON_HOST) and is_device_output(part)
     }
-    parts = [b"" if at in resident else byte_view(part) for at, part in enumerate(payloads)]
+    for at, part in resident.items():
+        if part.n_bytes:
+            device.check_address(part.address, f"payload {at}")
+    return resident
+
+
+def _host_bytes(at: int, payload: Any) -> memoryview:
+    try:
+        return byte_view(payload)
+    except (BufferError, TypeError, ValueError) as error:
+        raise InvalidArgument(f"payload {at}: expected bytes without gaps: {error}") from error
+
+
+def _sources(
+    image: Image, payloads: Sequence[Any], resident: dict[int, Resident]
+) -> tuple[int, npt.NDArray[np.uint64]]:
+    """Add payloads and the table of them; return its offset, and their sizes."""
+    n = len(payloads)
+    parts = [b"" if at in resident else _host_bytes(at, part) for at, part in enumerate(payloads)]
     n_bytes = np.fromiter((len(part) for part in parts), np.uint64, n)
     table = np.zeros(n, structs.SOURCE)
     table["bytes"] = image.add_all(parts, n_bytes, _SKEW)
     on_host = np.ones(n, np.bool_)
-    for at, (address, size) in resident.items():
-        table[at], n_bytes[at], on_host[at] = (address, size), size, False
+    for at, part in resident.items():
+        table[at], n_bytes[at], on_host[at] = (part.address, 0), part.n_bytes, False
     table["n_bytes"] = n_bytes
     return image.add(table, bytes=on_host), n_bytes
 
@@ -254,10 +278,7 @@ def _target(view: View, tables: dict[int, tuple[Pages, int]]) -> tuple[int, ...]
 
 def _rotations(image: Image, plan: Plan) -> int:
     table = np.array(
-        [
-            (*(image.add(np.ascontiguousarray(part)) for part in pair), pair[0].shape[1])
-            for pair in plan.targets.ropes
-        ],
+        [(*(image.add(part) for part in pair), pair[0].shape[1]) for pair in plan.targets.ropes],
         structs.ROTATION,
     )
     return image.add(table, cos=ALL, sin=ALL)
