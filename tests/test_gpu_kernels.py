@@ -110,6 +110,17 @@ class Coded:
             plan.add(self.codec, self.params, damage(payload), out=rows, **tokens)
 
 
+def test_payloads_too_long_for_the_kernels_are_refused():
+    """They count words in 32 bits."""
+    x = np.zeros((1, 8, 2), np.float32)
+    plan = Plan()
+    Coded(KVR1(), StreamSpec("v", 1, 2), x).add(plan, 0, 8, x.copy())
+    rest = np.array([[1, 8, 2]], np.uint64), np.zeros((0, 2), np.uint64)
+    _core.check_blocks(*plan.blocks.arrays(), np.array([1 << 32], np.uint64), *rest)
+    with pytest.raises(InvalidArgument, match="block 0: payload of more than 4 GiB"):
+        _core.check_blocks(*plan.blocks.arrays(), np.array([(1 << 32) + 1], np.uint64), *rest)
+
+
 @pytest.mark.parametrize("config", [KVR1(), TKV1(), TKV1(lane_channels=16)], ids=str)
 def test_the_packaged_sample(config, checked_kernels):
     sample = load_sample()

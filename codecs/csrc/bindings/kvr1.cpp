@@ -70,6 +70,9 @@ void check(const kvr1::PlanTables& tables) {
       invalid("plan: block " + std::to_string(i) + ": " + fault + " out of range");
 }
 
+// For the kernels, which count the words of a payload in 32 bits.
+constexpr kv_u64 kMaxDeviceBytes = 1ull << 32;
+
 void check_blocks(nb::handle block_rows, nb::handle stream_rows, const Array1<kv_i32>& mean, const Array1<kv_u8>& rho,
                   const Array1<kv_u8>& classes, const Array1<kv_u32>& order, const Array1<kv_u64>& payload_bytes,
                   const Array2<kv_u64>& output_shapes, const Array2<kv_u64>& rope_shapes) {
@@ -77,6 +80,9 @@ void check_blocks(nb::handle block_rows, nb::handle stream_rows, const Array1<kv
   kvr1::PlanTables tables = block_tables(blocks, streams, mean, rho, classes, order);
   size(tables, payload_bytes, output_shapes, rope_shapes);
   check(tables);
+  for (kv_u64 i = 0; i < tables.n_blocks; ++i)
+    if (tables.payloads[tables.blocks[i].payload].n_bytes > kMaxDeviceBytes)
+      invalid("plan: block " + std::to_string(i) + ": payload of more than 4 GiB, which devices do not decode");
 }
 
 // Returns one status a block.
