@@ -8,7 +8,9 @@ from kvcodecs.plan import Plan
 from kvgpu.device import current
 from kvtools import cli
 from test_gpu_decode import DTYPES, Stream, assert_same
+from test_readme import blocks
 
+import kvstore
 from kvstore import KVR1
 
 pytestmark = pytest.mark.gpu
@@ -74,6 +76,20 @@ def test_decodes_from_many_threads(cupy, stream):
     with ThreadPoolExecutor(8) as pool:
         for found in pool.map(decode, range(64)):
             assert_same(found, want)
+
+
+def test_the_example_of_the_readme(cupy, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (code,) = (code for code in blocks("python") if "import kvgpu" in code)
+    names = {}
+    exec(compile(code, "README.md", "exec"), names)
+    with kvstore.open("gpu.kv") as archive, archive.session("chat") as session:
+        k, v = session.read_all(k_state="post", dtype="float16")
+    assert_same(cupy.asnumpy(names["k_dev"]), k)
+    assert_same(cupy.asnumpy(names["v_dev"]), v)
+    pages = cupy.asnumpy(names["pool"])[:40]  # [pages][heads][rows][head_dim]
+    rows = pages.transpose(1, 0, 2, 3).reshape(4, 640, 64)
+    assert_same(np.ascontiguousarray(rows[:, :600]), k[1])
 
 
 def test_the_benchmark(cupy, monkeypatch, capsys):

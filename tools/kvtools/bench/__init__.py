@@ -199,7 +199,7 @@ def _flat(args: argparse.Namespace, _: CodecConfig, sample: Sample, path: Path) 
 def _device(args: argparse.Namespace, config: CodecConfig, sample: Sample, _: Path) -> list[Row]:
     from kvtools.bench.device import measure_device
 
-    return measure_device(config, sample, args.reps)
+    return measure_device(config, sample, args.reps, quiet=args.quiet)
 
 
 GROUPS: dict[str, _Group] = {

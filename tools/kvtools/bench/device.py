@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -109,8 +110,12 @@ class Blocks:
         return (whole + (head < rest // per_head)) * BLOCK_TOKENS
 
 
-def measure_device(config: CodecConfig, sample: Sample, reps: int) -> list[Row]:
+def measure_device(
+    config: CodecConfig, sample: Sample, reps: int, *, quiet: bool = False
+) -> list[Row]:
     """Time decoding on the current device, after comparing every value with the CPU's.
+
+    Unless `quiet`, each result is told as it comes.
 
     Raises
     ------
@@ -130,20 +135,22 @@ def measure_device(config: CodecConfig, sample: Sample, reps: int) -> list[Row]:
         Row(GROUP, "copy on the device", copy, "GB/s", "bytes copied, each read and written"),
         Row(GROUP, "upload from pinned memory", upload, "GB/s", "bytes copied"),
     ]
-    for name, one in configs.items():
-        blocks = blocks_of(one, sample)
-        for n in SIZES:
-            found = _measure(device, blocks, n, reps)
-            if found is None:
-                note(f"{name}: {n:,} {blocks.unit} do not fit the device", quiet=False)
-                continue
-            found["of copy"] = found["decoded"] / copy
-            found["of raw upload"] = found["end to end"] / upload
-            what = f"{name}, {n:,} {blocks.unit}"
-            rows += [
-                Row(GROUP, f"{what}: {column}", found[column], unit, _NOTES[column])
-                for column, unit in _COLUMNS.items()
-            ]
+    coded = {name: blocks_of(one, sample) for name, one in configs.items()}
+    # The largest last: what takes longest, and may be cut short.
+    for n, (name, blocks) in product(SIZES, coded.items()):
+        what = f"{name}, {n:,} {blocks.unit}"
+        found = _measure(device, blocks, n, reps)
+        if found is None:
+            note(f"{what} do not fit the device", quiet=quiet)
+            continue
+        found["of copy"] = found["decoded"] / copy
+        found["of raw upload"] = found["end to end"] / upload
+        rows += [
+            Row(GROUP, f"{what}: {column}", found[column], unit, _NOTES[column])
+            for column, unit in _COLUMNS.items()
+        ]
+        numbers = (f"{column} {number_text(found[column])}" for column in _COLUMNS)
+        note(f"{what}: {', '.join(numbers)}", quiet=quiet)
     return rows
 
 
