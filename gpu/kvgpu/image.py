@@ -57,19 +57,13 @@ class Image:
         return int(self.add_all([part], np.array([part.nbytes], np.uint64))[0])
 
     def add_all(
-        self, parts: Sequence[BytesLike], n_bytes: npt.NDArray[np.uint64], skew: int = 0
+        self, parts: Sequence[BytesLike], n_bytes: npt.NDArray[np.uint64]
     ) -> npt.NDArray[np.uint64]:
-        """Add buffers of these sizes; return their offsets.
-
-        Parameters
-        ----------
-        skew
-            They begin so many bytes after a multiple of `ALIGNMENT`.
-        """
+        """Add buffers of these sizes; return their offsets."""
         unit = np.uint64(ALIGNMENT)
-        room = (n_bytes + np.uint64(skew) + unit - np.uint64(1)) // unit * unit
+        room = (n_bytes + unit - np.uint64(1)) // unit * unit
         ends = np.cumsum(room, dtype=np.uint64) + np.uint64(self.stop)
-        offsets: npt.NDArray[np.uint64] = ends - room + np.uint64(skew)
+        offsets: npt.NDArray[np.uint64] = ends - room
         self._parts += parts
         self._offsets.append(offsets)
         if ends.size:

@@ -29,8 +29,6 @@ from .launches import WARP, Grid, Kernel, Launch, Limits, block_grid, lane_grid
 
 # csrc/lane.hpp kClassModels.
 _CLASS_MODELS: Final = 147
-# A KVR1 payload begins with one byte, then words: they lie well when it ends a line.
-_SKEW: Final = 15
 _COPY_THREADS: Final = 128
 _MOST_CTAS: Final = 1 << 16
 # What payloads mostly are; a million of them are told apart faster this way.
@@ -247,7 +245,7 @@ def _sources(
     parts = [b"" if at in resident else _host_bytes(at, part) for at, part in enumerate(payloads)]
     n_bytes = np.fromiter((len(part) for part in parts), np.uint64, n)
     table = np.zeros(n, structs.SOURCE)
-    table["bytes"] = image.add_all(parts, n_bytes, _SKEW)
+    table["bytes"] = image.add_all(parts, n_bytes)
     on_host = np.ones(n, np.bool_)
     for at, part in resident.items():
         table[at], n_bytes[at], on_host[at] = (part.address, 0), part.n_bytes, False
