@@ -495,6 +495,21 @@ def test_memory_for_statuses_comes_before_kernels(host_library, monkeypatch):
             assert not device.launched
 
 
+def test_half_an_upload_is_not_decoded(host_library, monkeypatch):
+    device, stream = HostDevice(host_library), Stream(KVR1())
+    with using(device):
+        plan = stream.add(Plan(), 0, 100, HostArray(np.zeros((2, 100, 16), np.float16)))
+        with kvgpu.Decoding(plan) as decoding:
+            decoding.upload()
+            monkeypatch.setattr(device.uploads, "upload", lambda host, address: 1 // 0)
+            with pytest.raises(ZeroDivisionError):
+                decoding.upload()
+            with pytest.raises(InvalidArgument, match="nothing is uploaded"):
+                decoding.launch()
+            # What was to be uploaded may be on its way: its memory is waited for.
+            assert all(event is not None for _, event in decoding._slot._pieces)
+
+
 def test_a_decoding_belongs_to_its_device(host_library):
     stream = Stream(KVR1())
     with using(HostDevice(host_library)):

@@ -114,12 +114,16 @@ class CudaDevice:
 
     def check_address(self, address: int, what: str) -> None:
         runtime = self._cupy.cuda.runtime
-        attributes = runtime.pointerGetAttributes(address)
+        elsewhere = f"{what} is not memory of device {self.number}, CuPy's current one"
+        if address == 0:
+            raise InvalidArgument(elsewhere)
+        try:
+            attributes = runtime.pointerGetAttributes(address)
+        except runtime.CUDARuntimeError as error:
+            raise InvalidArgument(f"{elsewhere}: {error}") from error
         on_device = attributes.type in (runtime.memoryTypeDevice, runtime.memoryTypeManaged)
         if not on_device or attributes.device != self.number:
-            raise InvalidArgument(
-                f"{what} is not memory of device {self.number}, CuPy's current one"
-            )
+            raise InvalidArgument(elsewhere)
 
     def memory(self, n_bytes: int) -> Memory:
         # CuPy hands memory that was freed in a stream to that stream alone: what others still do

@@ -115,7 +115,7 @@ class Decoding:
         """Start to bring tables and payloads to the device; the host's may then change."""
         self._check_device()
         self.synchronize()
-        self._is_decoded = False
+        self._uploaded, self._is_decoded = None, False
         image = self._staging.image
         if self._slot is None:
             self._slot = self._device.slots.take()
