@@ -89,7 +89,10 @@ def destination(device: object, out: object = None) -> Destination:
     if device == "cpu":
         return Host()
     if device != "cuda":
-        raise InvalidArgument(f"device {device!r}: expected 'cpu' or 'cuda'")
+        raise InvalidArgument(
+            f"device {device!r}: expected 'cpu' or 'cuda', which is CuPy's current device; "
+            "cupy.cuda.Device(i).use() chooses one"
+        )
     try:
         import kvgpu
     except ImportError as error:

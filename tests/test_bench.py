@@ -361,7 +361,7 @@ def test_decoding_on_a_device(monkeypatch, capsys, host_library, tmp_path):
     assert {row["group"] for row in rows} == {"device"}
     assert all(0 < float(row["value"]) < np.inf for row in rows)
     names = {row["name"] for row in rows}
-    assert {"kvr1, 100 lane groups: decoded", "tkv1, 5 lanes: upload"} < names
+    assert {"kvr1, 100 blocks: decoded", "tkv1, 5 lanes: upload"} < names
     table = capsys.readouterr().out
     assert "end to end GB/s" in table
     assert len([line for line in table.splitlines() if line.startswith(("kvr1,", "tkv1,"))]) == 6

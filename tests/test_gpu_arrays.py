@@ -126,7 +126,9 @@ POOL = HostArray(np.zeros((5, 2, 4, 8), np.float16))
     ("arguments", "message"),
     [
         ({"pages": [0, 5]}, "page 5: the pool has 5"),
-        ({"pages": [-1]}, "page -1"),
+        ({"pages": [2, -1]}, "page -1: the pool has 5; leave out what pads"),
+        ({"pages": [2, 1, 2]}, "page 2: holds rows of the output twice"),
+        ({"pages": POOL}, "pages: lie on the device"),
         ({"pages": [0.5]}, "expected a list of numbers"),
         ({"pages": [[1]]}, "expected a list of numbers"),
         ({"pages": [1], "n_rows": 5}, re.escape("rows [0, 5): 1 pages hold 4")),
@@ -141,15 +143,20 @@ POOL = HostArray(np.zeros((5, 2, 4, 8), np.float16))
 )
 def test_pages_are_checked(arguments, message):
     with pytest.raises(InvalidArgument, match=message):
-        kvgpu.Paged(**{"pool": POOL, **arguments})
+        kvgpu.Paged(**{"pool": POOL, "layout": "HND", **arguments})
 
 
 def test_rows_of_pages():
-    paged = kvgpu.Paged(POOL, [3, 1], first_row=1, n_rows=6)
+    paged = kvgpu.Paged(POOL, [3, 1], first_row=1, n_rows=6, layout="HND")
+    assert repr(paged) == "<Paged float16 (2, 6, 8): rows from 1 of 2 pages, HND>"
     part = paged[:, 2:5]
     assert part.shape == (2, 3, 8)
     assert view_of(part, refuse).first_row == view_of(paged, refuse)[:, 2:5].first_row == 3
-    assert kvgpu.Paged(POOL, []).shape == (2, 0, 8)
+    assert kvgpu.Paged(POOL, [], layout="HND").shape == (2, 0, 8)
+    # Block tables are often longer than a sequence, and then end in any page.
+    assert kvgpu.Paged(POOL, [3, 1, 0, 0], n_rows=8, layout="HND").shape == (2, 8, 8)
+    with pytest.raises(TypeError, match="layout"):
+        kvgpu.Paged(POOL, [3])
     for key in ((slice(1), slice(2)), (slice(None), slice(0, 4, 2)), slice(2), 1):
         with pytest.raises(InvalidArgument, match="only rows can be sliced"):
             paged[key]

@@ -8,9 +8,8 @@ from kvcodecs.plan import Plan
 from kvgpu.device import current
 from kvtools import cli
 from test_gpu_decode import DTYPES, Stream, assert_same
-from test_readme import blocks
+from test_gpu_readme import check_readme
 
-import kvstore
 from kvstore import KVR1
 
 pytestmark = pytest.mark.gpu
@@ -80,16 +79,7 @@ def test_decodes_from_many_threads(cupy, stream):
 
 def test_the_example_of_the_readme(cupy, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (code,) = (code for code in blocks("python") if "import kvgpu" in code)
-    names = {}
-    exec(compile(code, "README.md", "exec"), names)
-    with kvstore.open("gpu.kv") as archive, archive.session("chat") as session:
-        k, v = session.read_all(k_state="post", dtype="float16")
-    assert_same(cupy.asnumpy(names["k_dev"]), k)
-    assert_same(cupy.asnumpy(names["v_dev"]), v)
-    pages = cupy.asnumpy(names["pool"])[:40]  # [pages][heads][rows][head_dim]
-    rows = pages.transpose(1, 0, 2, 3).reshape(4, 640, 64)
-    assert_same(np.ascontiguousarray(rows[:, :600]), k[1])
+    check_readme(cupy.asnumpy)
 
 
 def test_the_benchmark(cupy, monkeypatch, capsys):
@@ -97,4 +87,4 @@ def test_the_benchmark(cupy, monkeypatch, capsys):
 
     monkeypatch.setattr(device, "SIZES", (1, 64))
     assert cli.main(["bench", "--device", "cuda", "--reps", "1"]) == 0
-    assert "kvr1, 64 lane groups" in capsys.readouterr().out
+    assert "kvr1, 64 blocks" in capsys.readouterr().out

@@ -85,8 +85,9 @@ kvgpu.decode(Plan())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stderr.splitlines()[-1] == (
-        "kvcodecs.errors.Unsupported: decoding on a GPU needs CuPy: pip install 'kvstore[cuda12]' "
-        "or 'kvstore[cuda13]', as the driver needs"
+        "kvcodecs.errors.Unsupported: decoding on a GPU needs CuPy: pip install cupy-cuda12x or "
+        "cupy-cuda13x, as the driver needs (nvidia-smi shows its CUDA version), or in a clone "
+        "'.[cuda12]' or '.[cuda13]'"
     )
 
 

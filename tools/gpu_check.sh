@@ -1,24 +1,43 @@
 #!/usr/bin/env bash
-# What needs a GPU: installs the project into a folder of its own, compares decodes with the CPU's, then measures.
-# Needs no network and ends within six minutes, whatever hangs; the last lines are a short table.
-#
-#   tools/gpu_check.sh [--wheels DIR]
-#
-# It takes g++, a Python (PYTHON, or python3) with its headers, and in that CuPy with NVRTC, NumPy, pytest, hypothesis,
-# scikit-build-core, nanobind, ninja, rich and ml_dtypes. DIR holds wheels of what it lacks, without what they need in
-# turn; for example, made for that Python:
-#   pip download --no-deps -d DIR 'zarr>=3.1.5,<4' 'numcodecs>=0.16' 'lmdb>=3.0' donfig google-crc32c
+usage() {
+  cat <<'USAGE'
+usage: tools/gpu_check.sh [--wheels DIR]
+
+Decodes on this machine's GPU, compares every bit with the CPU, then measures. The project is built and installed into
+a folder of its own, without a network. Ends within six minutes, whatever hangs; the last lines are a table.
+
+  --wheels DIR  install these wheels beside it: what the Python lacks
+  -h, --help    show this
+
+It takes g++, cmake, ninja, and a Python (PYTHON, or python3) from 3.11 on with its headers, pip, CuPy with NVRTC, pytest,
+hypothesis, and what pyproject.toml names; the first line says what is missing. With a network, for the GPU's machine:
+
+  pip download --only-binary :all: --no-deps -d DIR --python-version 3.12 --platform manylinux2014_x86_64 \
+    --platform manylinux_2_28_x86_64 'zarr>=3.1.5,<4' 'numcodecs>=0.16' 'lmdb>=3.0' donfig google-crc32c
+USAGE
+}
 set -euo pipefail
-cd "$(dirname "$0")/.."
+wrong() { printf '%s\n' "gpu_check.sh: $*; -h shows the usage" >&2; exit 2; }
 
 wheels=
 while [ $# -gt 0 ]; do
   case $1 in
-    --wheels) wheels=${2:?--wheels needs a folder}; shift 2 ;;
-    *) echo "usage: $0 [--wheels DIR]" >&2; exit 2 ;;
+    -h | --help) usage; exit ;;
+    --wheels)
+      [ $# -gt 1 ] || wrong "--wheels needs a folder"
+      wheels=$(cd "$2" 2>/dev/null && pwd) || wrong "--wheels $2: no such folder"
+      compgen -G "$wheels/*.whl" >/dev/null || wrong "--wheels $2: no wheels there"
+      shift 2
+      ;;
+    *) wrong "$1: no such argument" ;;
   esac
 done
+cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
+command -v "$python" >/dev/null || { echo "missing: $python (PYTHON names another)" >&2; exit 1; }
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "missing: Python 3.11 ($python is older)" >&2; exit 1; }
+timeout 60 "$python" tools/gpu_needs.py ${wheels:+"$wheels"} || exit 1
+
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 export PYTHONPATH=$work/site${PYTHONPATH:+:$PYTHONPATH}
@@ -61,6 +80,20 @@ for tool in ${sanitizer:+memcheck racecheck}; do
 done
 
 step "Benchmark"
-before 345 "$python" -P -m kvtools bench --device cuda --reps 3 || failed=$?
-[ "$failed" = 0 ] || echo "FAILED: see above"
+code=0
+before 345 "$python" -P -m kvtools bench --device cuda --reps 3 2>&1 | tee "$work/measured" || code=$?
+if [ "$code" != 0 ]; then  # the table that ends it is not there: make one of what was told as it came
+  failed=$code
+  printf '\n%-28s %s\n' "Measured until then" \
+    "ms: upload, decode, total; GB/s: decoded, end to end; ratio: of copy, of raw upload"
+  sed -nE 's/^(kvstore: )?(tkv1|kvr1), ([0-9,]+ [a-z]+): (.*)/\2, \3\t\4/p' "$work/measured" |
+    while IFS=$'\t' read -r what numbers; do
+      printf '%-28s %s\n' "$what" "$(sed -E 's/[a-z][a-z ]* ([0-9])/\1/g' <<<"$numbers")"
+    done
+fi
+case $failed in
+  0) echo "All as it should be" ;;
+  124 | 137) echo "FAILED: something ran out of time; each step's start is above" ;;
+  *) echo "FAILED: the lines above say where" ;;
+esac
 exit "$failed"

@@ -8,6 +8,7 @@ from typing import Any, Final, Literal
 import numpy as np
 import numpy.typing as npt
 from kvcodecs.errors import InvalidArgument
+from kvcodecs.targets import dtype_name, is_device_output
 
 from .interfaces import FromDlpack, writable
 
@@ -104,20 +105,26 @@ class Paged:
 
     Parameters
     ----------
-    pool : (n_pages, heads, page_rows, head_dim) float32, float16 or bfloat16
-        The cache of one layer and kind, on the device; last axis contiguous. With
-        ``layout="NHD"``: (n_pages, page_rows, heads, head_dim).
+    pool : (n_pages, ...) float32, float16 or bfloat16
+        The cache of one layer and kind, on the device; last axis contiguous. Caches in FP8 are
+        none.
     pages : (n,) integers, on the host
-        The sequence's block table: row `i` lies in page ``pages[i // page_rows]``.
+        The sequence's block table: row `i` lies in page ``pages[i // page_rows]``. It may be
+        longer than the output needs, without numbers that stand for no page.
     n_rows
         Of this output; None: all that the pages hold after `first_row`.
     first_row
-        Row of the sequence that the first row of the output is.
+        Row of the sequence that the first row of the output is: to read tokens from 100 on, with
+        those before already in the pages, ``first_row=100``.
+    layout
+        Axes of a page: ``"NHD"``, (page_rows, heads, head_dim), as vLLM mostly has them, or
+        ``"HND"``, (heads, page_rows, head_dim).
 
     Raises
     ------
     InvalidArgument
-        Not such a pool, or a page that it does not have, or too few of them.
+        Not such a pool, a page that it does not have, one twice among those of the output, or too
+        few of them.
     """
 
     __slots__ = ("_pages", "_pool", "_span", "_swapped")
@@ -129,13 +136,15 @@ class Paged:
         *,
         n_rows: int | None = None,
         first_row: int = 0,
-        layout: Literal["HND", "NHD"] = "HND",
+        layout: Literal["HND", "NHD"],
     ) -> None:
         if layout not in _AXES:
             raise InvalidArgument(f"layout {layout!r}: expected 'HND' or 'NHD'")
         shape = tuple(getattr(pool, "shape", ()))
         if len(shape) != 4 or shape[_AXES[layout][1]] == 0:
             raise InvalidArgument(f"pool of shape {shape}: expected pages of heads and rows")
+        if is_device_output(pages):
+            raise InvalidArgument("pages: lie on the device; a copy on the host is needed")
         numbers = np.asarray(pages)
         if numbers.shape == (0,):
             numbers = numbers.astype(np.int32)  # an empty list has no dtype of its own
@@ -143,10 +152,12 @@ class Paged:
             raise InvalidArgument(
                 f"pages of dtype {numbers.dtype}, shape {numbers.shape}: expected a list of numbers"
             )
+        page_rows = shape[_AXES[layout][1]]
         bad = numbers[(numbers < 0) | (numbers >= min(shape[0], 1 << 31))]
         if bad.size:
-            raise InvalidArgument(f"page {bad[0]}: the pool has {shape[0]}")
-        room = numbers.size * shape[_AXES[layout][1]]
+            hint = "; leave out what pads the block table" if bad[0] < 0 else ""
+            raise InvalidArgument(f"page {bad[0]}: the pool has {shape[0]}{hint}")
+        room = numbers.size * page_rows
         if room >= 1 << 32:
             raise InvalidArgument(f"{numbers.size} pages hold {room} rows: at most 2^32 - 1")
         first_row = _whole(first_row, "first_row")
@@ -154,6 +165,15 @@ class Paged:
         if not (first_row >= 0 and n_rows >= 0 and first_row + n_rows <= room):
             raise InvalidArgument(
                 f"rows [{first_row}, {first_row + n_rows}): {numbers.size} pages hold {room}"
+            )
+        used, n_times = np.unique(
+            numbers[first_row // page_rows : -(-(first_row + n_rows) // page_rows)],
+            return_counts=True,
+        )
+        if (n_times > 1).any():
+            raise InvalidArgument(
+                f"page {used[n_times.argmax()]}: holds rows of the output twice; "
+                "leave out what pads the block table"
             )
         self._pool, self._pages = pool, numbers.astype(np.int32)
         self._span, self._swapped = (first_row, n_rows), layout == "NHD"
@@ -167,6 +187,14 @@ class Paged:
     @property
     def dtype(self) -> Any:
         return self._pool.dtype
+
+    def __repr__(self) -> str:
+        heads, n_rows, head_dim = self.shape
+        layout = "NHD" if self._swapped else "HND"
+        return (
+            f"<Paged {dtype_name(self.dtype)} ({heads}, {n_rows}, {head_dim}): rows from "
+            f"{self._span[0]} of {len(self._pages)} pages, {layout}>"
+        )
 
     def __getitem__(self, key: tuple[slice, slice]) -> Paged:
         """Return some of the rows: ``paged[:, start:stop]``."""

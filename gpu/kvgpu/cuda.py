@@ -15,7 +15,11 @@ from .device import Constants, Memory, Slots, Stream
 from .launches import Kernel, Launch, Limits
 from .source import OPTIONS, source
 
-_INSTALL: Final = "pip install 'kvstore[cuda12]' or 'kvstore[cuda13]', as the driver needs"
+# The extras of a checkout, not of whatever has the project's name in a package index.
+_INSTALL: Final = (
+    "pip install cupy-cuda12x or cupy-cuda13x, as the driver needs (nvidia-smi shows its CUDA "
+    "version), or in a clone '.[cuda12]' or '.[cuda13]'"
+)
 # What thread blocks may ask for beyond 48 KiB, they have to be granted.
 _GRANTED: Final = 48 << 10
 # The handle of the stream that is 0 where a number has to say which.
@@ -32,7 +36,10 @@ def current_device() -> CudaDevice:
 
 
 def is_available() -> bool:
-    """Whether CuPy is installed and finds a device."""
+    """Whether CuPy is installed and finds a device; where not, `decode` says what is missing.
+
+    Imports CuPy.
+    """
     try:
         _cupy()
     except Unsupported:

@@ -38,7 +38,8 @@ def run_bench(args: argparse.Namespace) -> int:
     chosen = usual if args.only is None else args.only.split(",")
     unknown = [name for name in chosen if name not in known]
     if unknown:
-        args.parser.error(f"--only {','.join(unknown)}: groups are {', '.join(known)}")
+        option = "" if args.device is None else f"--device {args.device} "
+        args.parser.error(f"{option}--only {','.join(unknown)}: groups are {', '.join(known)}")
     if args.csv is not None and not Path(args.csv).resolve().parent.is_dir():
         raise InvalidArgument(f"{args.csv}: no such folder")
     sample = load_sample(args.data)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kvgpu.device import Device
 
 GROUP = "device"
-#: Lanes of TKV1, or lane groups of KVR1, that are decoded at once.
+#: Lanes of TKV1, or blocks of KVR1, that are decoded at once.
 SIZES = (1, 64, 4_096, 65_536, 1_000_000)
 #: Of a block: a million of them fit the memory of a large device.
 BLOCK_TOKENS = 64
@@ -74,10 +74,10 @@ class Blocks:
 
     @property
     def unit(self) -> str:
-        return "lanes" if self.plan.lanes.rows else "lane groups"
+        return "lanes" if self.plan.lanes.rows else "blocks"
 
     def repeated(self, n_lanes: int, out: Any) -> Plan:
-        """Return a plan of so many lanes or lane groups; block `i` goes to the `i`-th rows."""
+        """Return a plan of so many lanes, or of KVR1 blocks; block `i` goes to the `i`-th rows."""
         plan = Plan()
         of_block = self.plan.targets.payloads
         n_blocks = -(-n_lanes // self.lanes_per_block)

@@ -1,0 +1,54 @@
+"""What `tools/gpu_check.sh` says before it needs a GPU."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / "tools" / "gpu_check.sh"
+
+
+def check(*arguments, python=sys.executable):
+    return subprocess.run(
+        [SCRIPT, *arguments], capture_output=True, text=True, env=os.environ | {"PYTHON": python}
+    )
+
+
+def test_help():
+    done = check("-h")
+    assert done.returncode == 0
+    assert done.stdout.startswith("usage: tools/gpu_check.sh")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--wheels"], "--wheels needs a folder"),
+        (["--wheels", "/nope"], "--wheels /nope: no such folder"),
+        (["--wheels", "."], "--wheels .: no wheels there"),
+        (["--fast"], "--fast: no such argument"),
+    ],
+)
+def test_wrong_arguments(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = check(*arguments)
+    assert done.returncode == 2
+    assert done.stderr == f"gpu_check.sh: {message}; -h shows the usage\n"
+
+
+def test_what_is_missing_is_told_first():
+    done = check(python="/nonexistent")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("missing: /nonexistent")
+    # An environment without packages, and a CuPy that is none.
+    code = "import runpy, sys; sys.path[1:] = [p for p in sys.path if 'site-packages' not in p]; "
+    code += "sys.modules['cupy'] = None; sys.argv[:] = sys.argv[:1]; "
+    code += f"runpy.run_path({str(SCRIPT.with_name('gpu_needs.py'))!r}, run_name='__main__')"
+    done = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("missing: ")
+    assert "packaging" in line
+    assert "CuPy (cupy-cuda12x" in line
