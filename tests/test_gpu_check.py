@@ -52,3 +52,27 @@ def test_what_is_missing_is_told_first():
     assert line.startswith("missing: ")
     assert "packaging" in line
     assert "CuPy (cupy-cuda12x" in line
+
+
+def test_what_was_measured_is_shown_at_the_deadline(tmp_path):
+    """A Python with which all goes well until the benchmark is stopped."""
+    python = tmp_path / "python"
+    python.write_text(
+        """#!/bin/bash
+[[ " $* " == *" bench "* ]] || exit 0
+for n in 1 4,096; do
+  echo "kvstore: kvr1, $n blocks: upload 1.5, decode 20, end to end 6e-3, of raw upload 2" >&2
+done
+exit 124
+"""
+    )
+    python.chmod(0o755)
+    done = check(python=str(python))
+    assert done.returncode == 124
+    title, *table, last = done.stdout.splitlines()[-4:]
+    assert title.startswith("Measured until then")
+    assert [line.split(maxsplit=3) for line in table] == [
+        ["kvr1,", "1", "blocks", "1.5, 20, 6e-3, 2"],
+        ["kvr1,", "4,096", "blocks", "1.5, 20, 6e-3, 2"],
+    ]
+    assert last.startswith("FAILED: something ran out of time")
