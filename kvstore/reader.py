@@ -6,7 +6,7 @@ the range alone: frames are found by key, never by searching. FORMAT.md sections
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -38,8 +38,10 @@ from .records import HEADER_MAGIC, located
 from .session_record import SessionRecord, StreamName
 from .stored_frame import first_value
 
-# Payloads and RoPE tables that are at hand at a time: mapped pages count as memory once touched.
-_BATCH_BYTES: Final = 16 << 20
+# Frames that are checked at a time: mapped pages count as memory once touched.
+_CHECK_BYTES: Final = 16 << 20
+# RoPE tables that a walk over one stream after the other keeps.
+_TABLE_BYTES: Final = 16 << 20
 # Frames that are announced to the backend at a time.
 _MOST_AHEAD: Final = 256
 
@@ -181,7 +183,7 @@ class Reader:
         k_state: KState,
         n_threads: int,
     ) -> Iterator[list[Work]]:
-        """Yield frames checked as `open` does, about `_BATCH_BYTES` at a time, in order.
+        """Yield frames checked as `open` does, about `_CHECK_BYTES` at a time, in order.
 
         Whoever decodes them says so to `note_read`.
         """
@@ -193,7 +195,7 @@ class Reader:
             works: list[Work] = []
             n_bytes = 0
             try:
-                while stop < len(todo) and n_bytes < _BATCH_BYTES:
+                while stop < len(todo) and n_bytes < _CHECK_BYTES:
                     if stop == ahead:
                         ahead += _MOST_AHEAD
                         self._announce(snapshot, todo[stop:ahead])
@@ -276,28 +278,21 @@ class Reader:
             for request in requests
             for piece in pieces(record, request.layer, request.kind, request.start, request.stop)
         ]
-        batches: list[list[Work]] = [[]]
-        n_batch = n_checked = 0
+        into = into or Host()
+        checked: list[Work] = []
         many = False  # a short range is read once and stays mapped
         passing = Passing(snapshot)
         for works in self.open_all(snapshot, todo, k_state, n_threads or available_cpus()):
-            n_checked += len(works)
-            many = many or n_checked < len(todo)
-            for work in works:
-                n_bytes = work.payload.nbytes
-                if work.rope is not None:
-                    n_bytes += 2 * 4 * work.rope.n_pairs * (work.piece.stop - work.piece.start)
-                if n_batch and n_batch + n_bytes > _BATCH_BYTES:
-                    batches.append([])
-                    n_batch = 0
-                batches[-1].append(work)
-                n_batch += n_bytes
-                if many:
+            checked += works
+            many = many or len(checked) < len(todo)
+            if many:
+                for work in works:
                     passing.add(work.payload)
             passing.release()
+        batches = _batches(checked, into.batch_bytes)
         many = many or len(batches) > 1
-        tables = Tables()
-        with (into or Host()).queue(n_threads) as queue:
+        tables = Tables(into.batch_bytes)
+        with into.queue(n_threads) as queue:
             for batch in batches:
                 plan = Plan()
                 for work in batch:
@@ -413,6 +408,30 @@ class Work(NamedTuple):
     where: str
 
 
+def _batches(works: Iterable[Work], limit: int) -> list[list[Work]]:
+    """Return what plans of at most `limit` bytes decode.
+
+    Payloads count, and RoPE tables: once where blocks share them.
+    """
+    batches: list[list[Work]] = [[]]
+    n_bytes, spans = 0, set[tuple[Rope, int, int]]()
+    for work in works:
+        n_payload, n_table = work.payload.nbytes, 0
+        if work.rope is not None:
+            span = (work.rope, work.piece.start, work.piece.stop)
+            n_table = 2 * 4 * work.rope.n_pairs * (work.piece.stop - work.piece.start)
+        n_new = 0 if n_table and span in spans else n_table
+        if n_bytes and n_bytes + n_payload + n_new > limit:
+            batches.append([])
+            n_bytes, n_new = 0, n_table
+            spans.clear()
+        batches[-1].append(work)
+        n_bytes += n_payload + n_new
+        if n_table:
+            spans.add(span)
+    return batches
+
+
 def _missing(where: str) -> Corrupt:
     return Corrupt(f"{where}: missing; the archive has lost a frame, restore a copy")
 
@@ -420,7 +439,8 @@ def _missing(where: str) -> Corrupt:
 class Tables:
     """RoPE tables of one read, shared by the layers; the oldest go when there are many."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int = _TABLE_BYTES) -> None:
+        self._limit = limit
         self._tables: dict[tuple[Rope, int, int], RopeTable] = {}
         self._n_bytes = 0
 
@@ -431,7 +451,7 @@ class Tables:
         if table is None:
             table = self._tables[span] = rope.table(start, stop)
             self._n_bytes += _n_bytes(table)
-            while self._n_bytes > _BATCH_BYTES and len(self._tables) > 1:
+            while self._n_bytes > self._limit and len(self._tables) > 1:
                 self._n_bytes -= _n_bytes(self._tables.pop(next(iter(self._tables))))
         return table
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -13,10 +13,11 @@ from kvcodecs.plan import check_threads
 from kvcodecs.spec import KINDS, Kind, KState, float_dtype
 
 from .backend import Snapshot
-from .destination import destination, dtype_of
+from .destination import destination
 from .identity import Model
 from .info import SessionInfo, session_info
 from .matching import Promise
+from .outputs import check_out, outs_of_layers
 from .reader import Reader, Request
 from .session_record import SessionRecord
 from .token_ids import Ids, read_ids
@@ -101,6 +102,7 @@ class StoredSession:
         position_offset: int = 0,
         n_threads: int | None = None,
         device: str | None = None,
+        stream: Any = None,
     ) -> Any:
         """Return committed tokens ``[start, stop)`` of one stream.
 
@@ -118,8 +120,8 @@ class StoredSession:
         out : (heads, stop - start, head_dim), optional
             Written instead of a new array; last axis contiguous. Untouched if a stored byte
             proves wrong. May be an array of a GPU, a PyTorch tensor among them, or
-            `kvgpu.Paged`: written in the order of CuPy's current stream, so what other streams
-            still do with it must be done.
+            `kvgpu.Paged`: written in the order of `stream`, so what other streams still do with
+            it must be done.
         position_offset
             K after RoPE is rotated for positions so much later (earlier where negative): to use
             the tokens at another place of a context. V and K before RoPE stay the same.
@@ -128,49 +130,44 @@ class StoredSession:
         device
             ``"cpu"``, or ``"cuda"``: decode on CuPy's current device, see `kvgpu.decode`. None:
             where `out` lies, and without it on the host. The bits are the same.
+        stream
+            Of the GPU, see `kvgpu.decode`; None: CuPy's current one.
 
         Returns
         -------
         x : (heads, stop - start, head_dim)
-            A NumPy or a CuPy array, or `out`. Within half a step of the input in the coded domain,
-            plus half an ulp of `dtype`.
+            A NumPy or a CuPy array, or `out`. Its values are written when this returns, on a GPU
+            too. Within half a step of the input in the coded domain, plus half an ulp of `dtype`.
 
         Raises
         ------
         InvalidArgument
             No such stream or range, one that was trimmed, a shifted position below 0, or a value
-            that overflows float16.
+            that overflows float16. A `stream` where the values go to the host.
         Truncated, Corrupt, Unsupported
             Stored bytes are not what was written; names the block. `Unsupported` also where
             there is no GPU to decode on.
         NotFound
             The session has been deleted.
         """
-        into = destination(device, out)
         with self._archive._read() as snapshot:
             record = self._record(snapshot)
-            spec = self.model.stream(layer, kind)
+            self.model.stream(layer, kind)  # says which there are
             start, stop = check_range(
                 record, layer, kind, start, stop, self._where, self._n_appended()
             )
             _check_k_state(k_state)
             n_threads = check_threads(n_threads)
-            shape = (spec.heads, stop - start, spec.head_dim)
+            shape = self._shape(layer, kind, start, stop)
             where = f"{self._where} layer {layer} {kind}"
-            out_dtype = self._dtype(dtype) if out is None else dtype_of(out, where)
+            offset = check_offset(position_offset)
+            out_dtype = self._dtype(dtype) if out is None else check_out(out, shape, dtype, where)
+            into = destination(device, (out,), stream)
             if math.prod(shape) * out_dtype.itemsize >= _LARGE_BYTES:
                 self._reader.check_end(snapshot, record, layer, kind, stop)
             if out is None:
                 out = into.empty(shape, out_dtype)
-            elif tuple(out.shape) != shape or (
-                dtype is not None and out_dtype != float_dtype(dtype)
-            ):
-                raise InvalidArgument(
-                    f"{where}: out is {out.dtype} {tuple(out.shape)}, "
-                    f"expected {dtype or 'a float type'} {shape}"
-                )
             request = Request(layer, kind, start, stop, into.view(out))
-            offset = check_offset(position_offset)
             self._reader.read(snapshot, record, [request], k_state, n_threads, offset, into)
         self._archive._room.note_use(self._id)
         return out
@@ -183,13 +180,24 @@ class StoredSession:
         k_state: KState = "pre",
         dtype: str | np.dtype[Any] | type | None = None,
         *,
+        out: tuple[Any, Any] | None = None,
         position_offset: int = 0,
         n_threads: int | None = None,
         device: str | None = None,
+        stream: Any = None,
     ) -> tuple[Any, Any]:
         """Return committed tokens ``[start, stop)`` of K and V of all layers, or of `layers`.
 
-        The parameters are those of `read`.
+        The other parameters are those of `read`. All blocks of all layers are decoded together,
+        on a GPU by as few launches as memory allows: prefer it to reads of one layer each.
+
+        Parameters
+        ----------
+        out : (k, v), optional
+            Written instead of new arrays: for K and for V a list of what `read` takes, one for
+            each of the layers, with None where V is absent; or one array ``(layers, heads, n,
+            head_dim)``; or None where no layer has V. `kvgpu.Paged` may be among them, to fill a
+            paged cache.
 
         Returns
         -------
@@ -197,7 +205,7 @@ class StoredSession:
             ``(layers, heads, n, head_dim)`` each where the layers are alike, else a list of
             ``(heads, n, head_dim)`` per layer, with None where V is absent. With `start` None each
             layer from its first token: those with a window may have fewer. With ``device="cuda"``
-            CuPy arrays.
+            CuPy arrays; with `out`, what it holds.
 
         Raises
         ------
@@ -207,42 +215,72 @@ class StoredSession:
         chosen = range(self.model.n_layers) if layers is None else _layers(layers)
         _check_k_state(k_state)
         n_threads = check_threads(n_threads)
-        into = destination(device)
+        offset = check_offset(position_offset)
+        outs = None if out is None else outs_of_layers(out, len(chosen))
         requests: list[Request] = []
         results: list[Any] = []
         with self._archive._read() as snapshot:
             record = self._record(snapshot)
             out_dtype = self._dtype(dtype)
+            ranges = {
+                (layer, kind): check_range(
+                    record, layer, kind, start, stop, self._where, self._n_appended()
+                )
+                for kind in KINDS
+                for layer in chosen
+                if self.model.has_stream(layer, kind)
+            }
+            if outs is not None:
+                self._check_outs(outs, chosen, ranges, dtype)
+            given = () if outs is None else outs[0] + outs[1]
+            into = destination(device, given, stream)
             n_tensors = len(KINDS) * len(chosen)
-            for kind in KINDS:
-                ranges = [
-                    check_range(record, layer, kind, start, stop, self._where, self._n_appended())
-                    for layer in chosen
-                    if self.model.has_stream(layer, kind)
-                ]
-                alike = self.model.is_uniform(chosen, kind) and len(set(ranges)) == 1
-                left = iter(ranges)
+            for at, kind in enumerate(KINDS):
+                spans = {ranges.get((layer, kind)) for layer in chosen}
+                alike = self.model.is_uniform(chosen, kind) and len(spans) == 1
                 parts: list[Any] = []
                 stacked: Any = None
                 for i, layer in enumerate(chosen):
-                    if not self.model.has_stream(layer, kind):
+                    if (layer, kind) not in ranges:
                         parts.append(None)
                         continue
-                    spec = self.model.stream(layer, kind)
-                    lo, hi = next(left)
-                    shape = (spec.heads, hi - lo, spec.head_dim)
+                    lo, hi = ranges[layer, kind]
+                    shape = self._shape(layer, kind, lo, hi)
                     if n_tensors * math.prod(shape) * out_dtype.itemsize >= _LARGE_BYTES:
                         self._reader.check_end(snapshot, record, layer, kind, hi)
-                    if stacked is None and alike:
-                        stacked = into.empty((len(chosen), *shape), out_dtype)
-                    part = into.empty(shape, out_dtype) if stacked is None else stacked[i]
+                    if outs is not None:
+                        part = outs[at][i]
+                    else:
+                        if stacked is None and alike:
+                            stacked = into.empty((len(chosen), *shape), out_dtype)
+                        part = into.empty(shape, out_dtype) if stacked is None else stacked[i]
                     parts.append(part)
                     requests.append(Request(layer, kind, lo, hi, into.view(part)))
                 results.append(parts if stacked is None else stacked)
-            offset = check_offset(position_offset)
             self._reader.read(snapshot, record, requests, k_state, n_threads, offset, into)
         self._archive._room.note_use(self._id)
-        return results[0], results[1]
+        k, v = results if out is None else out
+        return k, v
+
+    def _check_outs(
+        self,
+        outs: list[list[Any]],
+        chosen: Sequence[int],
+        ranges: Mapping[tuple[int, Kind], tuple[int, int]],
+        dtype: str | np.dtype[Any] | type | None,
+    ) -> None:
+        for kind, arrays in zip(KINDS, outs, strict=True):
+            for layer, array in zip(chosen, arrays, strict=True):
+                where = f"{self._where} layer {layer} {kind}"
+                if (layer, kind) in ranges:
+                    shape = self._shape(layer, kind, *ranges[layer, kind])
+                    check_out(array, shape, dtype, where)
+                elif array is not None:
+                    raise InvalidArgument(f"{where}: there is none; give None in its place")
+
+    def _shape(self, layer: int, kind: Kind, start: int, stop: int) -> tuple[int, int, int]:
+        spec = self.model.stream(layer, kind)
+        return spec.heads, stop - start, spec.head_dim
 
     def token_ids(self, start: int | None = None, stop: int | None = None) -> Ids | None:
         """Return the committed token ids ``[start, stop)`` as int64; None if none are stored.

@@ -577,6 +577,21 @@ def test_a_queue_raises_the_first_error(gpu):
             run(damaged, then)
 
 
+def test_a_queue_takes_nothing_that_nobody_waits_for(gpu):
+    fine = Stream(KVR1())
+    plan = fine.add(Plan(), 0, 100, gpu.put(np.zeros((2, 100, 16), np.float16)))
+    with kvgpu.Queue() as queue:
+        pass
+    with pytest.raises(InvalidArgument, match="has ended"):
+        queue.add(plan)
+    with pytest.raises(InvalidArgument, match="n_threads -1"):
+        kvgpu.Queue(-1)
+
+
+def test_a_decoding_that_was_not_made_holds_nothing():
+    kvgpu.Decoding.__new__(kvgpu.Decoding).__del__()
+
+
 def test_odd_payloads(gpu):
     stream = Stream(KVR1())
     want = stream.decode(0, 100, np.float16)

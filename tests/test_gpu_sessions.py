@@ -152,13 +152,79 @@ def test_outputs_of_the_caller(gpu, session):
         session.read(1, "k", device="cuda:0")
 
 
+@pytest.mark.parametrize("form", ["arrays", "lists", "pages"])
+def test_outputs_of_the_caller_for_every_layer(gpu, session, form):
+    want = session.read_all(3, 290, k_state="post", dtype="float16")
+    if form == "pages":
+        table = np.arange(39, 3, -1)
+        pools = [[gpu.put(np.zeros((40, 2, 8, 16), np.float16)) for _ in x] for x in want]
+        given = tuple([kvgpu.Paged(pool, table, n_rows=287) for pool in kind] for kind in pools)
+    else:
+        given = tuple(gpu.put(np.zeros_like(x)) for x in want)
+        if form == "lists":
+            given = tuple([x[i] for i in range(2)] for x in given)
+    found = session.read_all(3, 290, k_state="post", out=given)
+    assert found[0] is given[0]
+    assert found[1] is given[1]
+    for kind in range(2):
+        for layer in range(2):
+            if form == "pages":
+                rows = gpu.get(pools[kind][layer])[table].transpose(1, 0, 2, 3).reshape(2, 288, 16)
+                assert_same(np.ascontiguousarray(rows[:, :287]), want[kind][layer])
+            else:
+                assert_same(gpu.get(found[kind][layer]), want[kind][layer])
+    with pytest.raises(InvalidArgument, match=r"layer 0 k: out is float16 \(2, 287, 16\)"):
+        session.read_all(3, 291, out=given)
+    on_host = (given[0], np.zeros_like(want[1]))
+    with pytest.raises(InvalidArgument, match="float32, float16 or bfloat16 on the device"):
+        session.read_all(3, 290, out=on_host)
+
+
+def test_all_layers_go_up_together(gpu, session, monkeypatch):
+    """One plan for what the host reads in many: a GPU wants many blocks at a time."""
+    plans = []
+    add = kvgpu.Queue.add
+    monkeypatch.setattr(
+        kvgpu.Queue, "add", lambda queue, plan: (plans.append(plan), add(queue, plan))
+    )
+    monkeypatch.setattr(kvstore.destination.Host, "batch_bytes", 1000)
+    session.read_all(k_state="post", device="cuda")
+    assert len(plans) == 1
+    n_blocks, n_ropes = len(plans[0].targets.outputs), len(plans[0].targets.ropes)
+    assert n_blocks == 4 * 10
+    assert n_ropes == 10
+    # They count once: tables are 32 tokens of 8 pairs, 2 KiB, and payloads not much more.
+    n_bytes = sum(len(part) for part in plans[0].targets.payloads)
+    n_bytes += sum(a.nbytes + b.nbytes for a, b in plans[0].targets.ropes)
+    for limit, n_plans in ((n_bytes, 1), (n_bytes - 1, 2)):
+        plans.clear()
+        monkeypatch.setattr(kvgpu.Destination, "batch_bytes", limit)
+        session.read_all(k_state="post", device="cuda")
+        assert len(plans) == n_plans
+
+
+def test_reads_are_done_in_the_stream_given(gpu, session, monkeypatch):
+    asked = []
+    launch = kvgpu.Decoding.launch
+
+    def note(decoding, stream=None):
+        asked.append(stream)
+        launch(decoding, stream)
+
+    monkeypatch.setattr(kvgpu.Decoding, "launch", note)
+    given = 1  # the legacy stream, as a number
+    want = session.read(0, "k")
+    assert_same(gpu.get(session.read(0, "k", device="cuda", stream=given)), want)
+    session.read_all(device="cuda", stream=given)
+    assert asked
+    assert set(asked) == {given}
+
+
 def test_a_long_read_is_done_in_batches(gpu, session, monkeypatch):
     """Two plans are under way at a time, and memory goes from one to the next."""
-    import kvstore.reader
-
     want = session.read_all(3, 299, k_state="post")
     for limit in (1, 1000, 5000):
-        monkeypatch.setattr(kvstore.reader, "_BATCH_BYTES", limit)
+        monkeypatch.setattr(kvgpu.Destination, "batch_bytes", limit)
         found = session.read_all(3, 299, k_state="post", device="cuda")
         for x, y in zip(found, want, strict=True):
             assert_same(gpu.get(x), y)
@@ -166,9 +232,7 @@ def test_a_long_read_is_done_in_batches(gpu, session, monkeypatch):
 
 def test_an_error_in_a_batch_ends_the_read(gpu, session, monkeypatch):
     """The memory of those under way is given back: the next read works."""
-    import kvstore.reader
-
-    monkeypatch.setattr(kvstore.reader, "_BATCH_BYTES", 1000)
+    monkeypatch.setattr(kvgpu.Destination, "batch_bytes", 1000)
     check, calls = Plan.check, []
     n_free = len(gpu.device.slots._free)
 

@@ -704,6 +704,7 @@ def test_reads_count_the_frames_they_decode(archive):
 
 def test_a_long_read_is_done_in_pieces(archive, monkeypatch):
     """More payload and RoPE tables than are held at a time: the same values."""
+    import kvstore.destination
     import kvstore.reader
 
     k, v = tensors(300)
@@ -711,13 +712,100 @@ def test_a_long_read_is_done_in_pieces(archive, monkeypatch):
     fill(session, k, v)
     whole = [session.read_all(3, 299, k_state=state) for state in ("pre", "post")]
     for limit in (1, 1000, 5000, 20000):
-        monkeypatch.setattr(kvstore.reader, "_BATCH_BYTES", limit)
+        monkeypatch.setattr(kvstore.reader, "_CHECK_BYTES", limit)
+        monkeypatch.setattr(kvstore.destination.Host, "batch_bytes", limit)
         monkeypatch.setattr(kvstore.reader.Passing, "LIMIT", limit)
         for state, expected in zip(("pre", "post"), whole, strict=True):
             for x, y in zip(session.read_all(3, 299, k_state=state), expected, strict=True):
                 assert_same(x, y)
         assert archive.verify(decode=True).ok
         assert session.info().n_tokens == 300
+
+
+def test_arrays_of_the_caller_for_every_layer(archive):
+    k, v = tensors(100)
+    session = archive.create_session("s", model=MODEL)
+    fill(session, k, v)
+    want = session.read_all(3, 90, k_state="post", dtype="float16")
+    for as_lists in (False, True):
+        out = tuple(np.zeros_like(x) for x in want)
+        given = tuple(list(x) for x in out) if as_lists else out
+        found = session.read_all(3, 90, k_state="post", out=given)
+        assert found[0] is given[0]
+        assert found[1] is given[1]
+        for x, y in zip(out, want, strict=True):
+            assert_same(x, y)
+    k_out, v_out = out
+    for given, message in (
+        (k_out, "out ndarray: expected two"),
+        ((k_out, v_out[1:]), "out of v: arrays of .* layers"),
+        ((k_out, v_out[0]), r"out of v, ndarray of shape \(.*expected a list"),
+        ((k_out, None), "layer 0 v: out of None: expected float32"),
+        ((k_out[:, :, 1:], v_out), "layer 0 k: out is float16"),
+    ):
+        with pytest.raises(InvalidArgument, match=message):
+            session.read_all(3, 90, out=given)
+    with pytest.raises(InvalidArgument, match="layer 0 k: out is float16"):
+        session.read_all(3, 90, out=out, dtype="float32")
+    with pytest.raises(InvalidArgument, match="stream"):
+        session.read_all(stream=1)
+    with pytest.raises(InvalidArgument, match="stream"):
+        session.read(0, "k", out=k_out[0], start=3, stop=90, stream=1)
+
+
+def test_layers_without_v_take_no_array(archive):
+    model = kvstore.Model.uniform(
+        name="m", n_layers=2, n_kv_heads=1, head_dim=2, head_dim_v=None, dtype="float32"
+    )
+    session = archive.create_session("s", model=model, codec=kvstore.Raw())
+    session.append(np.arange(16, dtype=np.float32).reshape(2, 1, 4, 2), None)
+    session.commit()
+    want = session.read_all()[0]
+    for v in (None, [None, None]):
+        out = np.zeros_like(want)
+        session.read_all(out=(out, v))
+        assert_same(out, want)
+    with pytest.raises(InvalidArgument, match="layer 0 v: there is none"):
+        session.read_all(out=(out, out))
+
+
+class OfAnotherLibrary:
+    """A CPU array of a library that speaks DLPack."""
+
+    def __init__(self, array):
+        self._array = array
+        self.shape, self.dtype = array.shape, array.dtype
+
+    def __dlpack_device__(self):
+        return (1, 0)
+
+    def __dlpack__(self, **options):
+        return self._array.__dlpack__(**options)
+
+
+@pytest.mark.parametrize("device", [None, "cpu"])
+def test_host_arrays_of_other_libraries_are_told_how(archive, device):
+    session = archive.create_session("s", model=MODEL)
+    fill(session, *tensors(40))
+    want = session.read(0, "k")
+    out = OfAnotherLibrary(np.zeros_like(want))
+    with pytest.raises(InvalidArgument, match=r"NumPy arrays: give np\.from_dlpack\(out\)"):
+        session.read(0, "k", out=out, device=device)
+    assert_same(session.read(0, "k", out=np.from_dlpack(out)), want)
+
+
+def test_wrong_arguments_are_told_before_a_missing_gpu(archive):
+    session = archive.create_session("s", model=MODEL)
+    fill(session, *tensors(40))
+    for call in (
+        lambda: session.read(99, "k", device="cuda"),
+        lambda: session.read(0, "k", 0, 41, device="cuda"),
+        lambda: session.read(0, "k", position_offset="x", device="cuda"),
+        lambda: session.read_all(0, 41, device="cuda"),
+        lambda: session.read_all(out=(None, None), device="cuda"),
+    ):
+        with pytest.raises(InvalidArgument):
+            call()
 
 
 @pytest.mark.parametrize(

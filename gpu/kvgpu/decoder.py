@@ -83,6 +83,8 @@ class Decoding:
         That an upload brings to the device.
     """
 
+    _slot: Slot | None = None  # of the class: `close` looks at it also where nothing was made
+
     def __init__(
         self,
         plan: Plan,
@@ -91,7 +93,6 @@ class Decoding:
         *,
         n_threads: int | None = None,
     ) -> None:
-        self._slot: Slot | None = None
         self._base = 0
         self._uploaded: Event | None = None
         self._done: Event | None = None
@@ -189,23 +190,28 @@ class Queue:
     ----------
     n_threads
         Of the host, that copy payloads; None: one per CPU this process may use.
+    stream
+        That all plans are decoded in, as `decode` takes it.
     """
 
-    def __init__(self, n_threads: int | None = None) -> None:
-        self._n_threads = n_threads
+    def __init__(self, n_threads: int | None = None, stream: Any = None) -> None:
+        self._n_threads, self._stream = check_threads(n_threads), stream
         self._under_way: list[Decoding] = []
+        self._has_ended = False
 
     def add(self, plan: Plan) -> None:
         """Start to decode a plan; its payloads may change when this returns.
 
         Raises what `decode` raises, also for the plans before.
         """
+        if self._has_ended:
+            raise InvalidArgument("queue: it has ended, nothing would wait for the plan")
         decoding = Decoding(plan, n_threads=self._n_threads)
         if len(self._under_way) == _AT_A_TIME:
             self._end_first()
         try:
             decoding.upload()
-            decoding.launch()
+            decoding.launch(self._stream)
         except BaseException:
             decoding.close()
             raise
@@ -215,6 +221,7 @@ class Queue:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *args: object) -> None:
+        self._has_ended = True
         # An error of one plan comes before what went wrong after that plan was added.
         try:
             while self._under_way and (kind is None or issubclass(kind, Exception)):
@@ -265,8 +272,13 @@ def _views(plan: Plan, arrays: list[Any], device: Device) -> list[View]:
 class Destination:
     """Where `kvstore` reads to for ``device="cuda"``: arrays of the current device."""
 
-    def __init__(self) -> None:
-        self._device = current()
+    # Of a plan, two of which are under way: an H200 wants thousands of blocks at a time, and of
+    # KVR1 this is a few thousand at 8 heads of 128.
+    batch_bytes = 256 << 20
+
+    def __init__(self, stream: Any = None) -> None:
+        self._device, self._stream = current(), stream
+        self._device.stream(stream)  # refuses what is none before anything is read
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
         """Return a new array of the device's library."""
@@ -278,4 +290,4 @@ class Destination:
 
     def queue(self, n_threads: int | None) -> Queue:
         """Return what executes plans."""
-        return Queue(n_threads)
+        return Queue(n_threads, self._stream)
