@@ -158,7 +158,9 @@ def test_outputs_of_the_caller_for_every_layer(gpu, session, form):
     if form == "pages":
         table = np.arange(39, 3, -1)
         pools = [[gpu.put(np.zeros((40, 2, 8, 16), np.float16)) for _ in x] for x in want]
-        given = tuple([kvgpu.Paged(pool, table, n_rows=287) for pool in kind] for kind in pools)
+        given = tuple(
+            [kvgpu.Paged(pool, table, n_rows=287, layout="HND") for pool in kind] for kind in pools
+        )
     else:
         given = tuple(gpu.put(np.zeros_like(x)) for x in want)
         if form == "lists":
