@@ -25,9 +25,12 @@ def check_out(out: Any, shape: tuple[int, ...], dtype: DType, where: str) -> np.
         raise InvalidArgument(f"{where}: out of {name}: expected float32, float16 or bfloat16")
     found = FLOAT_DTYPES[name]
     if tuple(out.shape) != shape or (dtype is not None and found != float_dtype(dtype)):
+        hint = ""
+        if len(out.shape) == 3 and out.shape[1] != shape[1]:
+            hint = "; start and stop choose the tokens, n_rows those that a kvgpu.Paged takes"
         raise InvalidArgument(
             f"{where}: out is {out.dtype} {tuple(out.shape)}, "
-            f"expected {dtype or 'a float type'} {shape}"
+            f"expected {dtype or 'a float type'} {shape}{hint}"
         )
     return found
 

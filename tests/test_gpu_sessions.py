@@ -141,6 +141,9 @@ def test_outputs_of_the_caller(gpu, session):
     assert_same(np.ascontiguousarray(rows[:, 3:193]), want)
     with pytest.raises(InvalidArgument, match=r"layer 1 k: out is float16 \(2, 190, 16\)"):
         session.read(1, "k", 10, 201, out=out)
+    whole = kvgpu.Paged(pool, np.arange(29, 4, -1), layout="HND")
+    with pytest.raises(InvalidArgument, match=r"\(2, 200, 16\), expected .*; .* n_rows those"):
+        session.read(1, "k", 10, 200, out=whole)
     with pytest.raises(InvalidArgument, match="layer 1 k: out is float16"):
         session.read(1, "k", 10, 200, dtype="float32", out=out)
     with pytest.raises(InvalidArgument, match="float32, float16 or bfloat16 on the device"):

@@ -42,11 +42,11 @@ def decode(
         of the device: CuPy's, PyTorch tensors, anything else with ``__cuda_array_interface__`` or
         DLPack, or `Paged`.
     stream
-        A ``cupy.cuda.Stream``, or a ``cudaStream_t`` as a number; None: CuPy's current one. The
-        outputs are written, and payloads of the device read, in this stream's order: what was
-        asked of them in other streams must be done. Only DLPack and version 3 of
-        ``__cuda_array_interface__`` (CuPy's arrays, not PyTorch's tensors) tell in which stream
-        that was, and then are waited for.
+        A stream of CuPy or PyTorch, any other object with ``__cuda_stream__``, or a
+        ``cudaStream_t`` as a number; None: CuPy's current one. The outputs are written, and
+        payloads of the device read, in this stream's order: what was asked of them in other
+        streams must be done. Only DLPack and version 3 of ``__cuda_array_interface__`` (CuPy's
+        arrays, not PyTorch's tensors) tell in which stream that was, and then are waited for.
     n_threads
         Of the host, that copy payloads; None: one per CPU this process may use.
 
@@ -72,6 +72,9 @@ def decode(
 
 class Decoding:
     """A plan made ready for the device: uploaded once, decoded once or more often.
+
+    `upload`, then `launch`, which returns at once, then `wait`. `launch` and `wait` again decode
+    again; `upload` again brings what the host's payloads hold by then.
 
     A context manager, or `close` it: it holds memory of the device from `upload` on. The
     parameters and errors are those of `decode`. It belongs to the device that was current when
@@ -113,7 +116,10 @@ class Decoding:
         return self._staging.image.stop - self._staging.image.first
 
     def upload(self) -> None:
-        """Start to bring tables and payloads to the device; the host's may then change."""
+        """Start to bring tables and payloads to the device; the host's may then change.
+
+        What was launched before is waited for.
+        """
         self._check_device()
         self.synchronize()
         self._uploaded, self._is_decoded = None, False
@@ -155,7 +161,10 @@ class Decoding:
         self._plan.check(self._staging.failures(status))
 
     def synchronize(self) -> None:
-        """Return when the device is through with all that was started."""
+        """Return when the device is through with all that was started.
+
+        Says nothing of blocks that do not decode, as `wait` does; good after `upload` alone.
+        """
         for event in (self._uploaded, self._done):
             if event is not None:
                 event.wait()
