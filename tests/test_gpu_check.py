@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,17 @@ def test_what_is_missing_is_told_first():
     assert line.startswith("missing: ")
     assert "packaging" in line
     assert "CuPy (cupy-cuda12x" in line
+
+
+def test_wheels_for_another_python(tmp_path):
+    name = "zarr-3.1.5-cp27-none-any.whl"
+    with zipfile.ZipFile(tmp_path / name, "w") as wheel:
+        about = "Metadata-Version: 2.1\nName: zarr\nVersion: 3.1.5\nRequires-Dist: nowhere>=2\n"
+        wheel.writestr("zarr-3.1.5.dist-info/METADATA", about)
+    done = check("--wheels", str(tmp_path))
+    assert done.returncode == 1
+    assert f"{name} for this Python" in done.stderr
+    assert "nowhere>=2" in done.stderr  # what a wheel needs in turn
 
 
 def test_what_was_measured_is_shown_at_the_deadline(tmp_path):

@@ -13,7 +13,7 @@ It takes g++, cmake, ninja, and a Python (PYTHON, or python3) from 3.11 on with 
 hypothesis, and what pyproject.toml names; the first line says what is missing. With a network, for the GPU's machine:
 
   pip download --only-binary :all: --no-deps -d DIR --python-version 3.12 --platform manylinux2014_x86_64 \
-    --platform manylinux_2_28_x86_64 'zarr>=3.1.5,<4' 'numcodecs>=0.16' 'lmdb>=3.0' donfig google-crc32c
+    --platform manylinux_2_28_x86_64 'zarr>=3.1.5,<4' 'numcodecs>=0.16' 'lmdb>=3.0' donfig google-crc32c msgspec
 USAGE
 }
 set -euo pipefail

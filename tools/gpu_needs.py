@@ -14,18 +14,27 @@ TOOLS = ["pip>=23.1", "pytest>=8", "hypothesis>=6.100"]
 
 
 def missing_packages(wheels: list[str]) -> list[str]:
-    """Return requirements, also of what is required, that neither wheels nor this Python meet."""
+    """Return requirements, also of what is required, that neither wheels nor this Python meet.
+
+    Wheels that are not for this Python are among them.
+    """
     import tomllib
 
     from packaging.requirements import Requirement
-    from packaging.utils import canonicalize_name
+    from packaging.tags import sys_tags
+    from packaging.utils import canonicalize_name, parse_wheel_filename
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     left = [*project["build-system"]["requires"], *project["project"]["dependencies"], *TOOLS]
     found: dict[str, metadata.Distribution] = {}
     for one in metadata.distributions(path=[*wheels, *sys.path]):
         found.setdefault(canonicalize_name(one.metadata["Name"]), one)
-    missing, seen = [], set()
+    tags, seen = set(sys_tags()), set()
+    missing = [
+        f"{Path(wheel).name} for this Python, {'.'.join(map(str, sys.version_info[:2]))}"
+        for wheel in wheels
+        if not tags & parse_wheel_filename(Path(wheel).name)[3]
+    ]
     while left:
         text = left.pop(0)
         needed = Requirement(text)
