@@ -21,6 +21,7 @@ from kvcodecs.errors import (
     Truncated,
     Unsupported,
 )
+from kvcodecs.fibquant import FibQuant
 from kvcodecs.ggml import GGML
 from kvcodecs.kvr1 import KVR1
 from kvcodecs.raw import Raw
@@ -50,6 +51,7 @@ __all__ = [
     "Closed",
     "CodecConfig",
     "Corrupt",
+    "FibQuant",
     "Full",
     "IdentityMismatch",
     "InvalidArgument",

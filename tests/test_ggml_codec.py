@@ -8,7 +8,7 @@ import numcodecs
 import numpy as np
 import pytest
 import zarr
-from kvcodecs import KVR1, TKV1, Raw, _core, rows
+from kvcodecs import KVR1, TKV1, FibQuant, Raw, _core, rows
 from kvcodecs.blocks import SIMD_LEVELS
 from kvcodecs.codec import (
     codec_by_name,
@@ -188,13 +188,16 @@ def test_a_scheme_is_given_by_name_by_configuration_or_itself():
 
 def test_a_name_stands_for_a_codec_without_options():
     for name, config in (
-        ("kvr1", KVR1()), ("TKV1", TKV1()), ("raw", Raw()), (" GGML.Q8 ", GGML("q8_0"))
+        ("kvr1", KVR1()), ("TKV1", TKV1()), ("raw", Raw()), (" GGML.Q8 ", GGML("q8_0")),
+        ("fibquant", FibQuant()), ("FibQuant.2x64", FibQuant(2, 64)),
+        ("fibquant.raw", FibQuant(axis="raw")),
     ):  # fmt: skip
         assert config_by_name(name) == config
     for name, message in (
-        ("q8_0", r"did you mean ggml\.q8_0\? there are raw, tkv1, kvr1 and ggml\.SCHEME"),
+        ("q8_0", r"did you mean ggml\.q8_0\? there are raw, tkv1, kvr1, fibquant and ggml\.SCHEME"),
         ("ggml.q4_k_m", "did you mean q4_k"), ("kvr2", "did you mean kvr1"), ("", "unknown; there"),
-        ("ggml", "unknown"), ("raw.float16", "unknown"), ("zstd", "unknown; there are raw"),
+        ("ggml", "unknown"), ("raw.float16", "unknown"),
+        ("fibquant.1x16", "block_dim 1 is not 2 to 256"), ("fibquant.q8_0", "as in fibquant.4x256"), ("zstd", "unknown; there are raw"),
     ):  # fmt: skip
         with pytest.raises(InvalidArgument, match=message):
             config_by_name(name)

@@ -18,6 +18,7 @@ from .errors import (
     Truncated,
     Unsupported,
 )
+from .fibquant import FibQuant
 from .ggml import GGML
 from .kvr1 import KVR1
 from .plan import Plan
@@ -32,6 +33,7 @@ __all__ = [
     "TKV1",
     "Closed",
     "Corrupt",
+    "FibQuant",
     "Full",
     "IdentityMismatch",
     "InvalidArgument",

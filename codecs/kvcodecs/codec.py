@@ -24,8 +24,10 @@ if TYPE_CHECKING:
 Chunks: TypeAlias = Callable[[], Iterable[F32]]
 
 # Modules load on first use: each codec costs an import only to those who meet it.
-_MODULES = {0: "raw", 1: "tkv1", 2: "kvr1", 3: "ggml"}
+_MODULES = {0: "raw", 1: "tkv1", 2: "kvr1", 3: "ggml", 4: "fibquant"}
 _NUMBERS = {name: number for number, name in _MODULES.items()}
+#: Codecs of which a name may go on with a scheme: ``"ggml.q8_0"``, ``"fibquant.4x256"``.
+_FAMILIES = ("ggml", "fibquant")
 
 
 class CodecConfig(Protocol):
@@ -206,13 +208,13 @@ def codec_by_number(number: int) -> BlockCodec:
 def codec_by_name(name: str) -> BlockCodec:
     """Return the codec called `name`, else raise `Unsupported` (`InvalidArgument` if no string).
 
-    One scheme of a family has the family's name before it, ``"ggml.q8_0"``, in any case.
+    One scheme of a family has the family's name before it, ``"ggml.q8_0"``, in any case;
+    ``"fibquant.4x256"`` is a codebook.
     """
     if not isinstance(name, str):
         raise InvalidArgument(f"codec {name!r}: give its name")
     family, scheme = _split(name)
-    if family not in _NUMBERS:
-        raise Unsupported(f"codec {name!r} is unknown; this release has {', '.join(_NUMBERS)}")
+    _check_family(family, name)
     codec = codec_by_number(_NUMBERS[family])
     if scheme:
         _config(family, {"scheme": scheme}, name)
@@ -229,7 +231,9 @@ def codec_for(config: CodecConfig) -> BlockCodec:
 
 
 def config_by_name(name: str) -> CodecConfig:
-    """Return the configuration of a codec without options: ``"kvr1"`` or ``"ggml.q8_0"``.
+    """Return the configuration of a codec without options: ``"kvr1"``, ``"ggml.q8_0"``.
+
+    A codebook may be named with its codec: ``"fibquant.4x256"``.
 
     Raises
     ------
@@ -242,6 +246,11 @@ def config_by_name(name: str) -> CodecConfig:
     family, _, scheme = name.strip().lower().partition(".")
     if family == "ggml" and scheme:
         return GGML(scheme)
+    if family == "fibquant" and scheme:
+        try:
+            return config_from_json({"codec": family, "scheme": scheme})
+        except (Corrupt, Unsupported) as error:
+            raise InvalidArgument(f"codec {name!r}: {error}") from error
     plain = [known for known in _NUMBERS if known != "ggml"]
     if family in plain and not scheme:
         return config_from_json({"codec": family})
@@ -258,7 +267,7 @@ def config_from_json(data: Mapping[str, object]) -> CodecConfig:
     fields = dict(data)
     name = str(fields.pop("codec", None))
     family, scheme = _split(name)
-    codec_by_name(family)
+    _check_family(family, name)
     if scheme and "scheme" in fields:
         raise Corrupt(f"codec {name!r}: configuration {fields!r} has another scheme")
     return _config(family, {**fields, "scheme": scheme} if scheme else fields, name)
@@ -269,9 +278,14 @@ def _split(name: str) -> tuple[str, str]:
     return (family.lower(), scheme) if scheme else (name, "")
 
 
+def _check_family(family: str, name: str) -> None:
+    if family not in _NUMBERS:
+        raise Unsupported(f"codec {name!r} is unknown; this release has {', '.join(_NUMBERS)}")
+
+
 def _config(family: str, fields: Mapping[str, object], name: str) -> CodecConfig:
-    module = import_module(f".{family}", __package__)
-    if "scheme" in fields and not hasattr(module, "SCHEMES"):
+    if "scheme" in fields and family not in _FAMILIES:
         raise Unsupported(f"codec {name!r} is unknown; {family} has no schemes")
+    module = import_module(f".{family}", __package__)
     config: CodecConfig = module.config_from_fields(fields)
     return config
