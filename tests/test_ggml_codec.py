@@ -197,7 +197,8 @@ def test_a_name_stands_for_a_codec_without_options():
         ("q8_0", r"did you mean ggml\.q8_0\? there are raw, tkv1, kvr1, fibquant and ggml\.SCHEME"),
         ("ggml.q4_k_m", "did you mean q4_k"), ("kvr2", "did you mean kvr1"), ("", "unknown; there"),
         ("ggml", "unknown"), ("raw.float16", "unknown"),
-        ("fibquant.1x16", "block_dim 1 is not 2 to 256"), ("fibquant.q8_0", "as in fibquant.4x256"), ("zstd", "unknown; there are raw"),
+        ("fibquant.1x16", "block_dim 1 is not 2 to 256"), ("fibquant.q8_0", "as in fibquant.4x256"),
+        ("zstd", "unknown; there are raw"),
     ):  # fmt: skip
         with pytest.raises(InvalidArgument, match=message):
             config_by_name(name)
