@@ -32,6 +32,21 @@ struct Lane {
 };
 static_assert(sizeof(Lane) == 104, "lanes.LANE_DTYPE");
 
+// One frame of a codec without lanes or predictions to decode. rows.BLOCK_DTYPE is the same struct.
+struct RowBlock {
+  kv_u32 stream;
+  kv_u32 payload;
+  kv_u32 output;
+  kv_u32 n_tokens;  // of the frame
+  kv_u32 stop;      // tokens wanted, from the frame's first
+  kv_u32 skip;      // of these, not wanted
+  kv_u32 row;       // output row of the first token wanted
+  kv_u32 rope_row;  // and its row of the cos/sin table
+  kv_i32 rope;      // index of that table, -1: no rotation
+  kv_u32 reserved;
+};
+static_assert(sizeof(RowBlock) == 40, "rows.BLOCK_DTYPE");
+
 namespace kvr1 {
 
 // What the blocks of one stream share. blocks.STREAM_DTYPE is the same struct.

@@ -148,7 +148,7 @@ Result<kv_u8> run_row_blocks(nb::handle block_rows, nb::handle stream_rows, cons
   level = checked_level(level);
   Buffer blocks(block_rows), streams(stream_rows);
   ggml::RowTables tables{};
-  std::tie(tables.blocks, tables.n_blocks) = rows_of<ggml::RowBlock>(blocks);
+  std::tie(tables.blocks, tables.n_blocks) = rows_of<RowBlock>(blocks);
   std::tie(tables.streams, tables.n_streams) = rows_of<ggml::RowStream>(streams);
   tables.order = order.data();
   tables.n_order = order.shape(0);
@@ -176,7 +176,7 @@ void bind_ggml(nb::module_& m) {
   m.def("ggml_encode", &ggml_encode, "scheme"_a, "x"_a, "level"_a = -1);
   m.def("ggml_decode_values", &ggml_decode_values, "scheme"_a, "data"_a, "out"_a, "type"_a, "n_threads"_a,
         "level"_a = -1);
-  m.attr("ROW_BLOCK_BYTES") = sizeof(ggml::RowBlock);
+  m.attr("ROW_BLOCK_BYTES") = sizeof(RowBlock);
   m.attr("ROW_STREAM_BYTES") = sizeof(ggml::RowStream);
   using L = Locked<ggml::RowEncoder>;
   nb::class_<L>(m, "RowEncoder")
