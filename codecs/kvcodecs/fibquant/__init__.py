@@ -4,5 +4,22 @@ FORMAT.md section 11.
 """
 
 from .config import FibQuant, config_from_fields
+from .quality import (
+    QualityBudget,
+    QualityReport,
+    attention_quality,
+    key_quality,
+    own_probes,
+    value_quality,
+)
 
-__all__ = ["FibQuant", "config_from_fields"]
+__all__ = [
+    "FibQuant",
+    "QualityBudget",
+    "QualityReport",
+    "attention_quality",
+    "config_from_fields",
+    "key_quality",
+    "own_probes",
+    "value_quality",
+]
