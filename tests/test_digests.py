@@ -84,7 +84,7 @@ def test_float32_read_back(x):
     assert np.float32(json.loads(canonical_json(np.float32(x)))) == np.float32(x)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, b"bytes", {1: 2}, object()])
+@pytest.mark.parametrize("value", [math.nan, math.inf, b"bytes", {1: 2}, object(), "\ud800"])
 def test_what_has_no_form_is_refused(value):
     with pytest.raises(InvalidArgument, match="canonical JSON"):
         canonical_json({"field": value})

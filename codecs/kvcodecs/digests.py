@@ -1,4 +1,4 @@
-"""BLAKE3 digests of documents and tensors, each in a domain of its own. FORMAT.md section 1.3.
+"""BLAKE3 digests of documents and tensors, each in a domain of its own. FORMAT.md section 2.3.
 
 A document is hashed as canonical JSON: fields in the order they have, no spaces, numbers in their
 shortest form that reads back. So whoever writes the same fields has the same digest, in any
@@ -78,7 +78,10 @@ def is_digest(text: object) -> bool:
 
 def canonical_json(value: object) -> bytes:
     """Return the canonical JSON of a value; see `document_digest`."""
-    return _json(value).encode()
+    try:
+        return _json(value).encode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgument(f"canonical JSON: {error}") from error
 
 
 def _values_digest(domain: str, values: npt.NDArray[np.float32]) -> str:
