@@ -4,6 +4,7 @@ FORMAT.md section 11.
 """
 
 from .config import FibQuant, config_from_fields
+from .profile import Profile
 from .quality import (
     QualityBudget,
     QualityReport,
@@ -15,6 +16,7 @@ from .quality import (
 
 __all__ = [
     "FibQuant",
+    "Profile",
     "QualityBudget",
     "QualityReport",
     "attention_quality",
