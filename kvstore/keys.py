@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvcodecs.errors import Corrupt, InvalidArgument
+from kvcodecs.shared import SHARED_BYTES
 from kvcodecs.spec import Kind
 
 from . import prefix_keys
@@ -20,6 +21,7 @@ TAIL: Final = b"T"
 HEAD: Final = b"R"
 TOKENS: Final = b"K"
 USER: Final = b"U"
+SHARED: Final = b"B"
 PREFIX: Final = prefix_keys.PREFIX
 
 DIGEST_BYTES: Final = 16
@@ -81,6 +83,11 @@ def session_key(name: str) -> bytes:
 def identity_key(digest: bytes) -> bytes:
     """Key of a model identity."""
     return IDENTITY + digest
+
+
+def shared_key(digest: bytes) -> bytes:
+    """Key of an object that stream headers share."""
+    return SHARED + digest
 
 
 def stream_key(prefix: bytes, owner: int, layer: int, kind: Kind) -> bytes:
@@ -148,6 +155,8 @@ def parse(key: bytes) -> Key:
         if prefix == ARCHIVE and len(key) == 1:
             return Key(prefix)
         if prefix == IDENTITY and len(key) == 1 + DIGEST_BYTES:
+            return Key(prefix, digest=key[1:])
+        if prefix == SHARED and len(key) == 1 + SHARED_BYTES:
             return Key(prefix, digest=key[1:])
         if prefix == SESSION:
             return Key(prefix, name=name_of(key))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 from .errors import Corrupt, InvalidArgument, Unsupported
 from .frame import BytesLike, ErrorStats
+from .shared import Shared, nothing_shared
 from .spec import F32, KState, StreamSpec
 from .suggestion import did_you_mean
 
@@ -36,6 +37,26 @@ class CodecConfig(Protocol):
     @property
     def codec(self) -> str: ...
     def to_json(self) -> dict[str, object]: ...
+
+
+def config_of_layer(config: CodecConfig, layer: int) -> CodecConfig:
+    """Return the configuration of a layer's streams, where `config` treats layers apart.
+
+    Such a configuration has a method ``of_layer(layer)``.
+    """
+    of_layer = getattr(config, "of_layer", None)
+    if of_layer is None:
+        return config
+    of_this: CodecConfig = of_layer(layer)
+    return of_this
+
+
+def last_tokens(config: CodecConfig) -> int:
+    """Return how many of the newest tokens `config` wants kept raw whenever a session is committed.
+
+    Such a configuration has an attribute of this name, and its encoders `KeepingEncoder.keep`.
+    """
+    return int(getattr(config, "last_tokens", 0))
 
 
 class Params(Protocol):
@@ -117,6 +138,13 @@ class RowEncoder(BlockEncoder, Protocol):
         """
 
 
+class KeepingEncoder(BlockEncoder, Protocol):
+    """A `BlockEncoder` of a codec whose configurations have `last_tokens`."""
+
+    def keep(self, x: F32) -> None:
+        """Append tokens as `push` does, but exactly as they are."""
+
+
 class BlockCodec(Protocol):
     """A codec of one stream's blocks. ``params`` are always its own.
 
@@ -168,8 +196,26 @@ class BlockCodec(Protocol):
     def pack(self, params: Any) -> bytes:
         """Return the stream header."""
 
-    def unpack(self, spec: StreamSpec, data: BytesLike) -> Any:
-        """Read a stream header of the stream `spec`; `Truncated`, `Corrupt` or `Unsupported`."""
+    def unpack(self, spec: StreamSpec, data: BytesLike, shared: Shared = nothing_shared) -> Any:
+        """Read a stream header of the stream `spec`, and the objects that it needs.
+
+        Raises
+        ------
+        Truncated, Corrupt, Unsupported
+            The header, or an object.
+        NotFound
+            An object is not there.
+        """
+
+    def needs(self, header: BytesLike) -> tuple[bytes, ...]:
+        """Return the digests of the objects that a packed stream header needs to be read.
+
+        Each once, in an order that depends on the header alone. `Truncated`, `Corrupt` or
+        `Unsupported`.
+        """
+
+    def shared(self, params: Any) -> dict[bytes, bytes]:
+        """Return the packed objects that the stream header of `params` needs, by digest."""
 
     def check(self, params: Any, x: F32, first_token: int) -> None:
         """Raise `InvalidArgument`, naming head, token and channel, if `x` cannot be coded."""

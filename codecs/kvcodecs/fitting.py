@@ -17,6 +17,7 @@ from .codec import BlockEncoder, Chunks
 from .errors import InvalidArgument
 from .frame import BytesLike, ErrorStats
 from .quantiser import EXACT_UNITS, MAX_UNITS, QuantiserConfig, QuantiserParams, session_step
+from .shared import NothingShared
 from .spec import F32, KState, StreamSpec, describe_value
 
 _MANY_VALUES = 1 << 14
@@ -60,7 +61,7 @@ class CoreEncoder:
         self._core.error = (error.max_error, error.sum_squares, error.n_values)
 
 
-class QuantisingCodec(ABC, Generic[ConfigT, ParamsT]):
+class QuantisingCodec(NothingShared, ABC, Generic[ConfigT, ParamsT]):
     """The part of a `BlockCodec` that is its quantiser's.
 
     Attributes

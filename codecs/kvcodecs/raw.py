@@ -17,6 +17,7 @@ from .codec import Chunks
 from .errors import Corrupt, InvalidArgument, Truncated, Unsupported
 from .frame import BytesLike, ErrorStats, byte_view
 from .plan import Plan
+from .shared import NothingShared, Shared, nothing_shared
 from .spec import F32, FLOAT_DTYPES, KState, StreamSpec, describe_value, float_dtype
 from .targets import Placement
 
@@ -97,7 +98,7 @@ class _RawEncoder:
         self._error = error
 
 
-class RawCodec:
+class RawCodec(NothingShared):
     """`BlockCodec` of number 0."""
 
     number = 0
@@ -118,7 +119,9 @@ class RawCodec:
     def pack(self, params: RawParams) -> bytes:
         return bytes([_DTYPES.index(params.dtype)])
 
-    def unpack(self, spec: StreamSpec, data: BytesLike) -> RawParams:
+    def unpack(
+        self, spec: StreamSpec, data: BytesLike, shared: Shared = nothing_shared
+    ) -> RawParams:
         view = byte_view(data)
         if view.nbytes == 0:
             raise Truncated("raw stream header: 0 of 1 bytes")

@@ -14,6 +14,7 @@ from ..errors import Corrupt, InvalidArgument, Truncated, Unsupported
 from ..frame import BytesLike, ErrorStats, byte_view
 from ..plan import Plan
 from ..rows import RowTables
+from ..shared import NothingShared, Shared, nothing_shared
 from ..spec import F32, KState, StreamSpec, describe_value
 from ..targets import Placement
 from .config import GGML, config_from_fields, scheme_of
@@ -90,7 +91,7 @@ class GGMLEncoder:
         self._core.resume(byte_view(payload)[:n_bytes], *error)
 
 
-class GGMLCodec:
+class GGMLCodec(NothingShared):
     """`BlockCodec` of number 3, for all schemes."""
 
     number = 3
@@ -111,7 +112,9 @@ class GGMLCodec:
     def pack(self, params: GGMLParams) -> bytes:
         return bytes([_VERSION, params.scheme.number])
 
-    def unpack(self, spec: StreamSpec, data: BytesLike) -> GGMLParams:
+    def unpack(
+        self, spec: StreamSpec, data: BytesLike, shared: Shared = nothing_shared
+    ) -> GGMLParams:
         view = byte_view(data)
         if view.nbytes < 2:
             raise Truncated(f"ggml stream header: {view.nbytes} of 2 bytes")

@@ -10,6 +10,7 @@ from ..fitting import CoreEncoder, QuantisingCodec
 from ..frame import BytesLike, byte_view
 from ..plan import Plan
 from ..quantiser import QuantiserParams
+from ..shared import Shared, nothing_shared
 from ..spec import StreamSpec
 from ..targets import Placement
 from .params import (
@@ -44,7 +45,9 @@ class KVR1Codec(QuantisingCodec[KVR1, KVR1Params]):
     def pack(self, params: KVR1Params) -> bytes:
         return pack_params(params)
 
-    def unpack(self, spec: StreamSpec, data: BytesLike) -> KVR1Params:
+    def unpack(
+        self, spec: StreamSpec, data: BytesLike, shared: Shared = nothing_shared
+    ) -> KVR1Params:
         return unpack_params(spec, data)
 
     def encoder(self, params: KVR1Params, first_token: int) -> CoreEncoder:

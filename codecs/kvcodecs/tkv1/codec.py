@@ -9,6 +9,7 @@ from ..fitting import CoreEncoder, QuantisingCodec
 from ..frame import BytesLike, byte_view
 from ..plan import Plan
 from ..quantiser import QuantiserParams
+from ..shared import Shared, nothing_shared
 from ..spec import KState, StreamSpec
 from ..targets import Placement
 from .params import (
@@ -46,7 +47,9 @@ class TKV1Codec(QuantisingCodec[TKV1, TKV1Params]):
     def pack(self, params: TKV1Params) -> bytes:
         return pack_params(params)
 
-    def unpack(self, spec: StreamSpec, data: BytesLike) -> TKV1Params:
+    def unpack(
+        self, spec: StreamSpec, data: BytesLike, shared: Shared = nothing_shared
+    ) -> TKV1Params:
         return unpack_params(spec, data)
 
     def encoder(self, params: TKV1Params, first_token: int) -> CoreEncoder:
