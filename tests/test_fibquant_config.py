@@ -7,6 +7,8 @@ import pytest
 from kvcodecs import FibQuant
 from kvcodecs.codec import config_from_json
 from kvcodecs.errors import Corrupt, InvalidArgument, Unsupported
+from kvcodecs.fibquant.profile import Profile
+from kvcodecs.fibquant.quality import QualityBudget
 
 
 def test_a_configuration_comes_back_from_json():
@@ -15,6 +17,7 @@ def test_a_configuration_comes_back_from_json():
         FibQuant(2, 17, rotation="haar", seed=2**64 - 1, axis="raw", first_tokens=0),
         FibQuant(8, 1 << 20, last_tokens=5, raw_layers=[3, 1, 3], raw_heads=range(2)),
         FibQuant(on_failure="fail_closed", axis="per_channel"),
+        FibQuant(budget=QualityBudget(max_logit_mse=1.5, fallback_on_violation=False)),
     ):
         assert config_from_json(json.loads(json.dumps(config.to_json()))) == config
     assert FibQuant(raw_layers=[3, 1, 3]).raw_layers == (1, 3)
@@ -35,13 +38,14 @@ def test_a_configuration_comes_back_from_json():
         ({"seed": 1 << 64}, "seed .* is not 0 to"),
         ({"first_tokens": -1}, "first_tokens -1"),
         ({"last_tokens": 1 << 32}, "last_tokens"),
-        ({"rotation": "walsh"}, "rotation 'walsh': use one of hadamard, haar"),
+        ({"rotation": "walsh"}, "rotation 'walsh': use one of haar, hadamard"),
         ({"axis": "per_head"}, "axis 'per_head': use one of role_aware, per_token"),
         ({"axis": None}, "axis None"),
         ({"on_failure": "ignore"}, "on_failure 'ignore': use one of keep_raw, fail_closed"),
         ({"raw_layers": "12"}, "raw_layers '12': give indices"),
         ({"raw_layers": 3}, "raw_layers 3: give indices"),
         ({"raw_heads": [0, -1]}, "raw_heads -1: indices are not negative"),
+        ({"budget": 0.5}, "budget 0.5: give a QualityBudget or None"),
         ({"raw_heads": [np.int64(1)]}, "raw_heads .* is not an integer"),
     ],
 )
@@ -75,3 +79,18 @@ def test_layers_are_kept_raw_as_asked():
     assert config.of_layer(3) == FibQuant(first_tokens=7)
     for layer in (0, 5):
         assert config.of_layer(layer) == FibQuant(axis="raw", raw_layers=[layer], first_tokens=7)
+
+
+def test_the_profile_is_the_one_of_the_paper():
+    profile = FibQuant(2, 32, rotation="haar", seed=7).profile(64)
+    assert profile == Profile.paper_default(64, 2, 32, 7)
+    assert FibQuant().profile(64).rotation == "hadamard"
+    for head_dim, message in ((6, "does not divide"), (4, "less than ambient_dim")):
+        with pytest.raises(InvalidArgument, match=message):
+            FibQuant().profile(head_dim)
+
+
+def test_stored_budgets_are_checked():
+    for budget in ({"max_logit_mse": -1}, {"most": 3}):
+        with pytest.raises(Corrupt, match="quality budget"):
+            config_from_json({"codec": "fibquant", "budget": budget})

@@ -9,13 +9,12 @@ from typing import Any, ClassVar, Final, Literal, TypeAlias, get_args
 
 from ..errors import Corrupt, InvalidArgument, Unsupported
 from ..quantiser import check_integer
+from .profile import MAX_BLOCK_DIM, MAX_CODEBOOK_SIZE, Profile, Rotation
+from .quality import QualityBudget
 
-Rotation: TypeAlias = Literal["hadamard", "haar"]
 Axis: TypeAlias = Literal["role_aware", "per_token", "per_channel", "raw"]
 OnFailure: TypeAlias = Literal["keep_raw", "fail_closed"]
 
-MAX_BLOCK_DIM: Final = 256
-MAX_CODEBOOK_SIZE: Final = 1 << 20
 _MAX_TOKENS: Final = 1 << 32
 _SCHEME: Final = re.compile(r"([1-9][0-9]{0,8})x([1-9][0-9]{0,8})")
 
@@ -47,8 +46,12 @@ class FibQuant:
     raw_layers, raw_heads
         Layers and heads that are kept raw.
     on_failure
-        Of vectors that cannot be coded, for example of zeros: ``"keep_raw"``, or refuse them with
-        ``"fail_closed"``.
+        Of vectors that cannot be coded, for example of zeros, and of a broken budget:
+        ``"keep_raw"``, or refuse them with ``"fail_closed"``.
+    budget
+        What coding may do to attention, measured on the prefill: of K on its first 1024 tokens,
+        which stand in for queries as well; of V on all of it. A head that breaks a limit is kept
+        raw.
 
     Raises
     ------
@@ -73,6 +76,7 @@ class FibQuant:
     raw_layers: tuple[int, ...] = ()
     raw_heads: tuple[int, ...] = ()
     on_failure: OnFailure = "keep_raw"
+    budget: QualityBudget | None = None
 
     def __post_init__(self) -> None:
         for name, lo, hi in (
@@ -94,6 +98,8 @@ class FibQuant:
                 )
         for name in ("raw_layers", "raw_heads"):
             object.__setattr__(self, name, _indices(getattr(self, name), f"FibQuant: {name}"))
+        if self.budget is not None and not isinstance(self.budget, QualityBudget):
+            raise InvalidArgument(f"FibQuant: budget {self.budget!r}: give a QualityBudget or None")
 
     @property
     def scheme(self) -> str:
@@ -103,13 +109,27 @@ class FibQuant:
     @property
     def bits_per_value(self) -> float:
         """Of indices; norms and what is kept raw come on top."""
-        return 16.0 if self.axis == "raw" else index_bits(self.codebook_size) / self.block_dim
+        return (
+            16.0 if self.axis == "raw" else (self.codebook_size - 1).bit_length() / self.block_dim
+        )
 
     def axis_of(self, kind: str) -> Axis:
         """Return the axis of K or V streams: what ``"role_aware"`` means for them."""
         if self.axis != "role_aware":
             return self.axis
         return "per_channel" if kind == "k" else "per_token"
+
+    def profile(self, head_dim: int) -> Profile:
+        """Return the profile of the book for heads of a size.
+
+        Raises
+        ------
+        InvalidArgument
+            `block_dim` does not divide `head_dim` into two and more, or this is too large.
+        """
+        return Profile.paper_default(
+            head_dim, self.block_dim, self.codebook_size, self.seed, rotation=self.rotation
+        )
 
     def of_layer(self, layer: int) -> FibQuant:
         """Return what is asked of one layer; all of it is raw if the layer is kept raw."""
@@ -123,12 +143,9 @@ class FibQuant:
         for field in fields(self):
             value = getattr(self, field.name)
             data[field.name] = list(value) if isinstance(value, tuple) else value
+        if self.budget is not None:
+            data["budget"] = self.budget.to_json()
         return data
-
-
-def index_bits(codebook_size: int) -> int:
-    """Return the bits of an index into a codebook."""
-    return (codebook_size - 1).bit_length()
 
 
 def config_from_fields(values: Mapping[str, Any]) -> FibQuant:
@@ -151,6 +168,8 @@ def config_from_fields(values: Mapping[str, Any]) -> FibQuant:
     if scheme is not None:
         values |= _of_scheme(scheme)
     try:
+        if isinstance(values.get("budget"), Mapping):
+            values["budget"] = QualityBudget.from_json(values["budget"])
         return FibQuant(**values)
     except InvalidArgument as error:
         raise Corrupt(f"FibQuant: configuration {values!r}: {error}") from error
