@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvcodecs.errors import InvalidArgument
+from kvcodecs.errors import Corrupt, InvalidArgument
 from kvcodecs.fibquant import quality
 from kvcodecs.fibquant.quality import (
     QualityBudget,
@@ -179,8 +179,9 @@ def test_limits_are_finite_and_not_negative(limit, value):
 def test_budget_in_json():
     budget = QualityBudget(max_logit_mse=1, max_attention_tv=0.5, fallback_on_violation=False)
     assert QualityBudget.from_json(budget.to_json()) == budget
-    with pytest.raises(InvalidArgument, match="fields"):
-        QualityBudget.from_json({"max_mse": 1})
+    for data in ({"max_mse": 1}, 5, budget.to_json() | {"max_logit_mse": -1}):
+        with pytest.raises(Corrupt, match="QualityBudget"):
+            QualityBudget.from_json(data)
     with pytest.raises(InvalidArgument, match="fallback_on_violation"):
         QualityBudget(fallback_on_violation=1)
 

@@ -7,19 +7,18 @@ causal mask. Numbers of a report are means over its queries.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import ClassVar, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from ..errors import InvalidArgument
 from ..tensor import as_array
+from .documents import Document
 
 F64 = npt.NDArray[np.float64]
 
-SCHEMA: Final = "fib_quant_kv_attention_quality_v1"
 TOP_K: Final = 8
 MOST_PROBES: Final = 256
 _EPSILON: Final = 1e-12  # probabilities below it count as it in the Kullback-Leibler divergence
@@ -27,7 +26,7 @@ _SCORES_AT_ONCE: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class QualityReport:
+class QualityReport(Document):
     """How far decoded K or V are from the original. None: not measured.
 
     Attributes
@@ -46,6 +45,8 @@ class QualityReport:
         Of the values themselves.
     """
 
+    schema: ClassVar[str] = "fib_quant_kv_attention_quality_v1"
+
     logit_mse: float | None
     total_variation: float | None
     kl_divergence: float | None
@@ -54,12 +55,9 @@ class QualityReport:
     reconstruction_mse: float
     cosine: float
 
-    def to_json(self) -> dict[str, object]:
-        return {"schema_version": SCHEMA} | {f.name: getattr(self, f.name) for f in fields(self)}
-
 
 @dataclass(frozen=True, slots=True)
-class QualityBudget:
+class QualityBudget(Document):
     """Limits of a `QualityReport`. None: no such limit.
 
     Attributes
@@ -122,16 +120,6 @@ class QualityBudget:
             "max_value_aggregation_mse": report.value_aggregation_mse,
         }
         return tuple(n for n in _LIMITS if _is_above(found[n], getattr(self, n)))
-
-    def to_json(self) -> dict[str, object]:
-        return {f.name: getattr(self, f.name) for f in fields(self)}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> QualityBudget:
-        """Return the budget that `to_json` described; `InvalidArgument` for other fields."""
-        if set(data) - {f.name for f in fields(cls)}:
-            raise InvalidArgument(f"quality budget: fields {sorted(data)}")
-        return cls(**data)
 
 
 _LIMITS: Final = (
