@@ -3,7 +3,11 @@
 FORMAT.md section 11.
 """
 
+from .calibration import CalibrationSummary, calibrate
 from .config import FibQuant, config_from_fields
+from .geometry import PageGeometry
+from .layout import CacheLayout
+from .policies import CompressionPolicy, Decision, FallbackPolicy, ProtectedPolicy
 from .profile import Profile
 from .quality import (
     QualityBudget,
@@ -13,13 +17,23 @@ from .quality import (
     own_probes,
     value_quality,
 )
+from .shape import TensorShape
 
 __all__ = [
+    "CacheLayout",
+    "CalibrationSummary",
+    "CompressionPolicy",
+    "Decision",
+    "FallbackPolicy",
     "FibQuant",
+    "PageGeometry",
     "Profile",
+    "ProtectedPolicy",
     "QualityBudget",
     "QualityReport",
+    "TensorShape",
     "attention_quality",
+    "calibrate",
     "config_from_fields",
     "key_quality",
     "own_probes",
