@@ -3,6 +3,7 @@
 FORMAT.md section 11.
 """
 
+from .book import Book, book_for, book_of
 from .calibration import CalibrationSummary, calibrate
 from .config import FibQuant, config_from_fields
 from .geometry import PageGeometry
@@ -20,6 +21,7 @@ from .quality import (
 from .shape import TensorShape
 
 __all__ = [
+    "Book",
     "CacheLayout",
     "CalibrationSummary",
     "CompressionPolicy",
@@ -33,6 +35,8 @@ __all__ = [
     "QualityReport",
     "TensorShape",
     "attention_quality",
+    "book_for",
+    "book_of",
     "calibrate",
     "config_from_fields",
     "key_quality",
