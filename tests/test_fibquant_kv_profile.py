@@ -18,7 +18,9 @@ from kvcodecs.fibquant import (
     CompressionPolicy,
     Decision,
     FallbackPolicy,
+    KvProfile,
     PageGeometry,
+    Profile,
     ProtectedPolicy,
     QualityBudget,
     QualityReport,
@@ -26,10 +28,12 @@ from kvcodecs.fibquant import (
     calibrate,
     calibration,
     geometry,
+    kvprofile,
     layout,
     policies,
     shape,
 )
+from kvcodecs.fibquant.book import build_book
 
 SHAPE = TensorShape("value", "mha", 1, 1, 1, 1, 4, 8, "f32", "not_applicable")
 KEYS = TensorShape("key", "gqa", 2, 3, 2, 4, 10, 8, "bf16", "post_rope")
@@ -37,6 +41,8 @@ LAYOUT = CacheLayout.canonical(KEYS)
 PAGES = PageGeometry.of(KEYS, 4, block_dim=4, codebook_size=256)
 VALUES = np.random.default_rng(0).standard_normal(KEYS.array_shape, dtype=np.float32)
 SUMMARY = calibrate(VALUES, KEYS, outlier_threshold=3)
+BOOK = build_book(Profile.paper_default(8, 2, 4, seed=7))
+PROFILE = KvProfile.of(KEYS, BOOK, tokens_per_page=4, protected=ProtectedPolicy(1, 2, (0,), (1,)))
 
 
 def test_known_digest():
@@ -306,6 +312,80 @@ def test_summaries_refused(changes, message):
         replace(SUMMARY, **changes)
 
 
+# -- the profile of a tensor
+
+OTHER = "blake3:" + "0" * 64
+FIB = BOOK.profile
+#: Each breaks all that comes after it as well.
+BROKEN_PROFILES = [
+    ({"profile_id": ""}, "profile_id"),
+    ({"profile_id": 1}, "profile_id"),
+    ({"fib_profile": replace(FIB, block_dim=3)}, "block_dim 3 does not divide head_dim 8"),
+    ({"fib_profile": replace(FIB, block_dim=0)}, "block_dim 0 does not divide"),
+    ({"shape_digest": OTHER}, "shape_digest"),
+    ({"role_policy": "value"}, "role_policy 'value', the tensor is a key"),
+    ({"fib_profile": replace(FIB, lloyd_restarts=0)}, "lloyd_restarts"),
+    ({"fib_profile": replace(FIB, ambient_dim=16)}, "a book for 16 values, head_dim is 8"),
+    ({"fib_profile_digest": OTHER}, "fib_profile_digest"),
+    ({"fib_profile": replace(FIB, lloyd_restarts=1)}, "fib_profile_digest"),
+    ({"rotation_digest": ""}, "rotation_digest"),
+    ({"codebook_digest": ""}, "codebook_digest"),
+    ({"axis_policy": "per_head"}, "axis_policy"),
+    ({"page_geometry": replace(PAGES, tokens_per_page=11)}, "tokens_per_page 11"),
+    ({"page_geometry": replace(PAGES, encoded_block_bytes=5)}, "encoded_block_bytes 5"),
+    ({"protected_policy": ProtectedPolicy(11)}, "first_tokens_raw 11"),
+    ({"calibration_digest": ""}, "calibration_digest"),
+]
+
+
+@pytest.mark.parametrize("at", range(len(BROKEN_PROFILES)))
+def test_profiles_refused_in_order(at):
+    changes, message = BROKEN_PROFILES[at]
+    with pytest.raises(InvalidArgument, match=message):
+        replace(PROFILE, **changes).validate(KEYS)
+    everything = {}
+    for fields, _ in reversed(BROKEN_PROFILES[at:]):
+        everything |= fields
+    with pytest.raises(InvalidArgument, match=message):
+        replace(PROFILE, **everything).validate(KEYS)
+
+
+def test_a_profile_with_a_broken_budget_cannot_be_read():
+    data = PROFILE.to_json()
+    for name, part in (
+        ("quality_budget", {"max_logit_mse": -1.0}),
+        ("fallback_policy", {"mode": "panic"}),
+        ("protected_policy", {"first_tokens_raw": -1}),
+    ):
+        with pytest.raises(Corrupt, match=next(iter(part))):
+            KvProfile.from_json(data | {name: data[name] | part})
+
+
+def test_a_profile_follows_from_shape_and_book():
+    PROFILE.validate(KEYS)
+    PROFILE.check_book(BOOK)
+    assert PROFILE.calibration_digest == "missing:calibration"
+    assert PROFILE.page_geometry.encoded_block_bytes == 2 + 1
+    calibrated = KvProfile.of(KEYS, BOOK, calibration=SUMMARY)
+    assert calibrated.calibration_digest == SUMMARY.digest()
+    assert calibrated.page_geometry.tokens_per_page == 10
+    assert list(PROFILE.to_json()) == [
+        "schema_version", "profile_id", "shape_digest", "fib_profile", "fib_profile_digest",
+        "codebook_digest", "rotation_digest", "role_policy", "axis_policy", "page_geometry",
+        "protected_policy", "fallback_policy", "quality_budget", "calibration_digest",
+    ]  # fmt: skip
+    with pytest.raises(InvalidArgument, match="another shape"):
+        KvProfile.of(SHAPE, BOOK, calibration=SUMMARY)
+    with pytest.raises(InvalidArgument, match="divide"):
+        KvProfile.of(replace(KEYS, head_dim=9), BOOK)
+
+
+@pytest.mark.parametrize("name", ["fib_profile_digest", "rotation_digest", "codebook_digest"])
+def test_another_book_is_refused(name):
+    with pytest.raises(InvalidArgument, match=name):
+        replace(PROFILE, **{name: OTHER}).check_book(BOOK)
+
+
 # -- values
 
 
@@ -341,6 +421,7 @@ DOCUMENTS = [
     LAYOUT,
     PAGES,
     SUMMARY,
+    PROFILE,
     ProtectedPolicy(1, 2, (0, 2), (1,)),
     FallbackPolicy("fail_closed"),
     QualityBudget(max_attention_tv=0.1),
@@ -390,8 +471,9 @@ def test_every_field_changes_the_digest(name):
     assert document_digest(KEYS.schema, changed) != KEYS.digest()
 
 
-@pytest.mark.parametrize("module", [calibration, geometry, layout, policies, shape])
-def test_examples(module):
+@pytest.mark.parametrize("module", [calibration, geometry, kvprofile, layout, policies, shape])
+def test_examples(module, monkeypatch, tmp_path):
+    monkeypatch.setenv("KVSTORE_CACHE", str(tmp_path))
     failed, tried = doctest.testmod(module)
     assert tried
     assert not failed

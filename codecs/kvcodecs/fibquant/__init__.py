@@ -7,6 +7,7 @@ from .book import Book, book_for, book_of
 from .calibration import CalibrationSummary, calibrate
 from .config import FibQuant, config_from_fields
 from .geometry import PageGeometry
+from .kvprofile import KvProfile
 from .layout import CacheLayout
 from .policies import CompressionPolicy, Decision, FallbackPolicy, ProtectedPolicy
 from .profile import Profile
@@ -28,6 +29,7 @@ __all__ = [
     "Decision",
     "FallbackPolicy",
     "FibQuant",
+    "KvProfile",
     "PageGeometry",
     "Profile",
     "ProtectedPolicy",
