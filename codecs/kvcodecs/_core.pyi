@@ -20,6 +20,7 @@ BLOCK_BYTES: int
 STREAM_BYTES: int
 ROW_BLOCK_BYTES: int
 ROW_STREAM_BYTES: int
+FIB_STREAM_BYTES: int
 WIDE: bool
 
 class Statistics:
@@ -200,6 +201,47 @@ def run_row_blocks(
     blocks: _Bytes,
     streams: _Bytes,
     order: _U32,
+    payloads: Sequence[Any],
+    outputs: Sequence[npt.NDArray[Any]],
+    types: Sequence[int],
+    ropes: Sequence[tuple[_F32, _F32]],
+    n_threads: int,
+    level: int,
+) -> _U8: ...
+
+class FibBook:
+    def __init__(self, rotation: int, rotation_data: _F32, codewords: _F32) -> None: ...
+    @property
+    def d(self) -> int: ...
+    @property
+    def k(self) -> int: ...
+    @property
+    def n_codewords(self) -> int: ...
+    @property
+    def index_bits(self) -> int: ...
+    @property
+    def index_bytes(self) -> int: ...
+
+def fib_encode(
+    book: FibBook,
+    x: _F32,
+    mean: _F32 | None,
+    scale: _F32 | None,
+    keep: _U8,
+    n_threads: int,
+    level: int = -1,
+) -> tuple[_U8, _U16, _U8, float, float]: ...
+def fib_decode(
+    book: FibBook, norms: _U16, indices: _U8, n_threads: int = 1, level: int = -1
+) -> tuple[_F32, int]: ...
+def fib_nearest(book: FibBook, points: _F32, level: int = -1) -> _U32: ...
+def fib_check_payload(payload: _Bytes, n_vectors: int, index_bytes: int, head_dim: int) -> int: ...
+def run_fib_blocks(
+    books: Sequence[FibBook],
+    blocks: _Bytes,
+    streams: _Bytes,
+    order: _U32,
+    channels: _F32,
     payloads: Sequence[Any],
     outputs: Sequence[npt.NDArray[Any]],
     types: Sequence[int],

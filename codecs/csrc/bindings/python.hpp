@@ -21,6 +21,7 @@ using namespace nb::literals;
 // Each file of this folder adds its part of the module.
 void bind_attention(nb::module_& m);
 void bind_checksum(nb::module_& m);
+void bind_fibquant(nb::module_& m);
 void bind_ggml(nb::module_& m);
 void bind_headers(nb::module_& m);
 void bind_kvr1(nb::module_& m);

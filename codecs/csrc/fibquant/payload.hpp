@@ -8,7 +8,9 @@ namespace kv::fib {
 
 enum Form : kv_u8 { kCoded = 0, kRaw = 1, kMixed = 2 };
 
-// Reasons why a vector is raw are 1 to kReasons.
+// Reasons why a vector is raw. Encoders find two of them; 1 protected region, 2 raw axis policy, 5 quality budget come
+// from outside.
+enum Reason : kv_u8 { kZeroNorm = 3, kNormBeyondFloat16 = 4 };
 constexpr kv_u32 kReasons = 5;
 
 enum Check : kv_u8 { kWhole = 0, kTruncated = 1, kCorrupt = 2, kUnknown = 3 };

@@ -7,6 +7,7 @@
 #include "../aligned.hpp"
 #include "../error_sums.hpp"
 #include "../payload.hpp"
+#include "../row_blocks.hpp"
 #include "pieces.hpp"
 
 namespace kv::ggml {
@@ -45,23 +46,9 @@ inline const char* row_block_fault(const RowTables& p, const RowBlock& b) {
   if (format.values == 0 || decoder(s.scheme, kPortable) == nullptr) return "scheme";
   const kv_u64 n = (kv_u64)s.heads * s.head_dim;
   if (n % format.values) return "blocks of a row";
-  if (s.order > p.n_order || s.head_dim > p.n_order - s.order) return "order";
   if (b.payload >= p.payloads.size()) return "payload";
   if (p.payloads[b.payload].n_bytes != n / format.values * format.bytes * b.n_tokens) return "bytes of the payload";
-  if (b.output >= p.outputs.size()) return "output";
-  const Output& out = p.outputs[b.output];
-  if (s.heads > out.heads) return "heads of the output";
-  for (kv_u64 i = 0; i < s.head_dim; ++i)
-    if (p.order[s.order + i] >= out.channels) return "channel of the output";
-  if (b.n_tokens == 0 || b.stop > b.n_tokens || b.skip > b.stop) return "tokens";
-  const kv_u64 written = b.stop - b.skip;
-  if (b.row > out.rows || written > out.rows - b.row) return "row";
-  if (b.rope >= 0) {
-    if ((kv_u64)b.rope >= p.ropes.size() || s.n_pairs > s.head_dim / 2) return "rope";
-    const RopeTable& r = p.ropes[b.rope];
-    if (b.rope_row > r.rows || written > r.rows - b.rope_row || s.n_pairs > r.pairs) return "rope_row";
-  }
-  return nullptr;
+  return row_place_fault(p, b, s);
 }
 
 // Values of rows that are decoded or encoded together.
@@ -150,30 +137,6 @@ inline bool run_row_blocks(const RowTables& p, kv_u8* status, unsigned n_threads
   for (const Piece& piece : pieces)
     if (piece.status != kOk && status[piece.block] != kBadBlock) status[piece.block] = (kv_u8)piece.status;
   return ok;
-}
-
-// Largest difference and sum of squared ones, in an order of adding that depends on nothing.
-KV_CLONES static void measure(const float* __restrict x, const float* __restrict y, kv_u64 n, double& largest,
-                              double& sum_squares) {
-  double most[8] = {}, sums[8] = {};
-  kv_u64 i = 0;
-  for (; i + 8 <= n; i += 8) {
-    for (int j = 0; j < 8; ++j) {
-      const double d = std::fabs((double)x[i + j] - (double)y[i + j]);
-      most[j] = d > most[j] ? d : most[j];
-      sums[j] += d * d;
-    }
-  }
-  for (; i < n; ++i) {
-    const double d = std::fabs((double)x[i] - (double)y[i]);
-    most[i % 8] = d > most[i % 8] ? d : most[i % 8];
-    sums[i % 8] += d * d;
-  }
-  largest = sum_squares = 0;
-  for (int j = 0; j < 8; ++j) {
-    largest = most[j] > largest ? most[j] : largest;
-    sum_squares += sums[j];
-  }
 }
 
 // One frame under construction. Errors are measured by decoding what was written.
