@@ -367,6 +367,9 @@ class Archive(OpenArchive):
         In a zarr archive this also removes what was deleted longer ago than the grace period, and
         objects of writers that were killed in a transaction.
 
+        Objects that stream headers share, such as codebooks, stay when a session is deleted, and go
+        here once no stream header needs them; as long as one cannot be read all stay.
+
         Raises
         ------
         Locked, Full
@@ -411,6 +414,7 @@ class Archive(OpenArchive):
             found = survey(self, snapshot)
             frame_bytes = stored_bytes(snapshot, keys.FRAME, keys.TAIL, keys.HEAD, with_keys=False)
             index_bytes = stored_bytes(snapshot, keys.PREFIX, keys.USER, with_keys=True)
+            object_bytes = stored_bytes(snapshot, keys.SHARED, with_keys=True)
         backend = self._backend.info()
         return ArchiveInfo(
             path=self.path,
@@ -428,6 +432,7 @@ class Archive(OpenArchive):
             quota_bytes=self._room.quota(),
             readers=tuple(self._backend.readers()),
             n_damaged=len(found.damaged),
+            object_bytes=object_bytes,
         )
 
     def __enter__(self) -> Archive:

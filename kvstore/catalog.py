@@ -29,6 +29,7 @@ from .session_record import (
     model_of,
     unpack_session,
 )
+from .shared_objects import needs_of, objects_of, put_all
 from .sharing import delete_record, delete_unreadable, put_record
 from .spans import header_of
 from .survey import session_names
@@ -130,6 +131,8 @@ class Catalog:
     ) -> tuple[Mapping[Kind, CodecConfig], dict[bytes, bytes]]:
         """Return the codecs and the stream headers of another session, under a new owner.
 
+        With the headers are the objects that they need.
+
         `source` is the id that session must have.
         """
         where = f"{self.path}: stats_from session {name!r}"
@@ -155,6 +158,9 @@ class Catalog:
             value = snapshot.get(keys.stream_key(keys.HEADER, header_owner, layer, kind))
             if value is None:
                 raise Corrupt(f"{where}: layer {layer} {kind} header missing")
+            where_header = f"{where}: layer {layer} {kind} header"
+            objects = objects_of(snapshot, needs_of(value, where_header), where_header)
+            values.update((key, bytes(found)) for key, found in objects.items())
             values[keys.stream_key(keys.HEADER, owner, layer, kind)] = bytes(value)
         return configs, values
 
@@ -190,8 +196,7 @@ class Catalog:
         elif transaction.get(keys.session_key(name)) is not None:
             raise InvalidArgument(f"{self.path}: session {name!r} exists already; {TAKEN_ADVICE}")
         self._publish_model(transaction, record.model, model)
-        for other, content in values.items():
-            transaction.put(other, content)
+        put_all(transaction, values.items())
         put_record(transaction, self, name, None, record)
 
     def delete(self, transaction: Transaction, name: str, session: int) -> None:

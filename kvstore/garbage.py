@@ -18,6 +18,7 @@ from .identity import Model
 from .prefix import parse_entry
 from .prefix_upkeep import expected_entries
 from .session_record import SessionRecord
+from .shared_objects import needs_of
 from .sharing import Claim, claims_of, has_unused, sweep, user_keys
 from .survey import session_names
 from .users import users_of
@@ -80,7 +81,7 @@ def collect_garbage(archive: OpenArchive) -> int:
                 lease.release()
         if alive.all_read:
             n_bytes += _sweep_lists(transaction, alive)
-        return n_bytes
+        return n_bytes + _sweep_objects(transaction)
 
     n_bytes = archive._room.write(work, frees=True)
     return n_bytes + archive._backend.collect(archive._timeout)
@@ -160,6 +161,25 @@ def _sweep_lists(transaction: Transaction, alive: Living) -> int:
     for key, _ in unused:
         transaction.delete(key)
     return sum(size for _, size in unused)
+
+
+def _sweep_objects(transaction: Transaction) -> int:
+    """Remove the objects that no stored stream header needs, if all of these can be read.
+
+    Headers of whoever is storing a session are among them.
+    """
+    sizes = dict(transaction.sizes(keys.SHARED))
+    if not sizes:
+        return 0
+    try:
+        for key, value in transaction.scan(keys.HEADER):
+            for digest in needs_of(value, f"key {key!r}"):
+                sizes.pop(keys.shared_key(digest), None)
+    except KvError:
+        return 0
+    for key in sizes:
+        transaction.delete(key)
+    return sum(sizes.values())
 
 
 def _owners(snapshot: Snapshot) -> list[int]:

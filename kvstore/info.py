@@ -1,14 +1,15 @@
 """What an archive says about its sessions: sizes, rates and measured errors, without decoding.
 
 Every byte is counted: frames with their headers, stream headers, records, token ids, and keys.
-The identity record is shared by the sessions of a model and counted in the archive alone.
+The identity record is shared by the sessions of a model and counted in the archive alone; objects
+that stream headers share count for each session that reads them.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvcodecs.codec import codec_by_name
@@ -58,6 +59,9 @@ class StreamInfo:
         The part of `frame_bytes` that other sessions' appenders stored: of forks and ranges.
     header_bytes
         The stream header.
+    objects
+        Bytes of each object that the header needs, such as a codebook, and of its key, by digest.
+        Streams of a session, and sessions, share them: not in `total_bytes`.
     error
         Measured when the values were coded; NaN when unknown. Of tokens in a raw head, whose
         values are exact, the error that their blocks would have is counted.
@@ -81,6 +85,7 @@ class StreamInfo:
     header_bytes: int
     key_bytes: int
     error: ErrorStats
+    objects: Mapping[bytes, int] = field(default_factory=dict)
 
     @property
     def n_values(self) -> int:
@@ -166,9 +171,22 @@ class SessionInfo:
         return sum(stream.header_bytes for stream in self.streams)
 
     @property
+    def object_bytes(self) -> int:
+        """Objects that its stream headers need, such as codebooks, with their keys; each once."""
+        objects: dict[bytes, int] = {}
+        for stream in self.streams:
+            objects.update(stream.objects)
+        return sum(objects.values())
+
+    @property
     def total_bytes(self) -> int:
-        """Everything that this session reads; forks count the frames they share as well."""
-        return self.record_bytes + sum(stream.total_bytes for stream in self.streams)
+        """Everything that this session reads.
+
+        Forks count the frames they share as well, and so do all sessions the objects of an archive
+        that they need.
+        """
+        n_bytes = sum(stream.total_bytes for stream in self.streams)
+        return self.record_bytes + self.object_bytes + n_bytes
 
     @property
     def bits_per_value(self) -> float:
@@ -211,6 +229,8 @@ class ArchiveInfo:
         Snapshots that are open, the oldest first: they keep freed space from being used again.
     n_damaged
         Sessions that `Archive.damaged` names; they are among `n_sessions`.
+    object_bytes
+        Objects that stream headers share, such as codebooks, with their keys.
     """
 
     path: str
@@ -228,6 +248,7 @@ class ArchiveInfo:
     quota_bytes: int | None
     readers: tuple[ReaderInfo, ...]
     n_damaged: int = 0
+    object_bytes: int = 0
 
     @property
     def overhead(self) -> float:
@@ -293,6 +314,7 @@ def _stream_info(
     state = record.streams[layer, kind]
     codec, step, header_bytes, key_bytes = record.codecs[kind].codec, None, 0, 0
     lossless = codec_by_name(codec).lossless
+    objects: dict[bytes, int] = {}
     raw_head = head_of(record, (layer, kind))
     owner = header_of(record, (layer, kind))
     if owner is not None:
@@ -302,6 +324,9 @@ def _stream_info(
         key = keys.stream_key(keys.HEADER, owner, layer, kind)
         key_bytes += len(key)
         header_bytes = _stored(snapshot, key) - len(key)
+        header = reader.header(snapshot, owner, layer, kind)[1]
+        for digest in coding.codec.needs(header):
+            objects[digest] = _stored(snapshot, keys.shared_key(digest))
     n_frames = frame_bytes = shared_bytes = 0
     error = ErrorStats.none()
     for piece in announced(snapshot, all_pieces(record, layer, kind)):
@@ -336,6 +361,7 @@ def _stream_info(
         header_bytes=header_bytes,
         key_bytes=key_bytes,
         error=error,
+        objects=objects,
     )
 
 

@@ -30,6 +30,7 @@ from .layout import check_fit_tokens, make_streams, new_layout
 from .metadata import check_metadata
 from .session import Session
 from .session_record import SessionRecord, StreamName, check_record
+from .shared_objects import put_all
 from .sharing import free
 from .stream import Prepared, Put, StreamWriter
 from .token_ids import CHUNK_TOKENS, check_ids, pack_ids
@@ -206,8 +207,7 @@ class _Sink:
         values = self.take()
 
         def store(transaction: Transaction) -> None:
-            for key, value in values.items():
-                transaction.put(key, value)
+            put_all(transaction, values.items())
 
         self._archive._room.write(store)
 

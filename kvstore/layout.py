@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Final, TypeAlias
 
 import numpy as np
-from kvcodecs.codec import CodecConfig, codec_for, config_by_name
+from kvcodecs.codec import CodecConfig, codec_for, config_by_name, config_of_layer
 from kvcodecs.errors import InvalidArgument
 from kvcodecs.spec import KINDS, MAX_BLOCK_TOKENS, Kind, StreamSpec
 
@@ -64,7 +64,8 @@ def new_layout(
     for name in model.streams():
         n = fixed
         if n is None:
-            rate = getattr(configs[name[1]], "bits_per_value", _BITS_PER_VALUE)
+            config = config_of_layer(configs[name[1]], name[0])
+            rate = getattr(config, "bits_per_value", _BITS_PER_VALUE)
             n = auto_block_tokens(model.stream(*name), rate)
         layout[name] = StreamState(n, has_header=has_header)
     return layout
@@ -74,7 +75,8 @@ def check_streams(model: Model, configs: Mapping[Kind, CodecConfig], where: str)
     """Raise `InvalidArgument`, naming layer and kind, if a codec cannot code a stream at all."""
     for layer, kind in model.streams():
         with located(f"{where} layer {layer} {kind}"):
-            codec_for(configs[kind]).check_stream(configs[kind], model.stream(layer, kind))
+            config = config_of_layer(configs[kind], layer)
+            codec_for(config).check_stream(config, model.stream(layer, kind))
 
 
 def check_configs(codec: Codecs) -> dict[Kind, CodecConfig]:
@@ -104,7 +106,7 @@ def make_streams(record: SessionRecord, model: Model, where: str) -> dict[Stream
             layer,
             kind,
             model.stream(layer, kind),
-            record.codecs[kind],
+            config_of_layer(record.codecs[kind], layer),
             record.fit_tokens,
             record.streams[layer, kind],
             f"{where} layer {layer} {kind}",

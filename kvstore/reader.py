@@ -36,6 +36,7 @@ from .passing import Passing
 from .pieces import Piece, pieces
 from .records import HEADER_MAGIC, located
 from .session_record import SessionRecord, StreamName
+from .shared_objects import objects_in
 from .stored_frame import first_value
 
 # Frames that are checked at a time: mapped pages count as memory once touched.
@@ -99,8 +100,10 @@ class Reader:
         if found is None:
             number, header = self.header(snapshot, owner, layer, kind)
             codec = codec_by_number(number)
-            with located(f"{self.where} layer {layer} {kind} header"):
-                params = codec.unpack(self.model.stream(layer, kind), header)
+            where = f"{self.where} layer {layer} {kind} header"
+            with located(where):
+                spec = self.model.stream(layer, kind)
+                params = codec.unpack(spec, header, objects_in(snapshot, where))
             found = Coding(codec, params, header_tag(header))
             codings[layer, kind] = found
         return found

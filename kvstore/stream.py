@@ -19,9 +19,11 @@ from kvcodecs.codec import (
     Chunks,
     CodecConfig,
     CodedRows,
+    KeepingEncoder,
     RowEncoder,
     codec_by_number,
     codec_for,
+    last_tokens,
 )
 from kvcodecs.frame import BytesLike, ErrorStats, header_tag, pack_frame, seal_record
 from kvcodecs.plan import available_cpus
@@ -29,8 +31,10 @@ from kvcodecs.raw import Raw
 from kvcodecs.spec import F32, Kind, KState, StreamSpec
 
 from . import keys
+from .newest import Newest
 from .records import HEADER_MAGIC, located
 from .session_record import StreamState
+from .shared_objects import object_puts
 from .stored_rows import StoredRows
 
 Put = tuple[bytes, bytes | None]  # None deletes
@@ -115,6 +119,8 @@ class StreamWriter:
         self._header_stored = self._tail_stored = False
         self._n_threads = 1
         self._dirty = False
+        # What a commit keeps as it is.
+        self._newest = Newest(last_tokens(config))
 
     @property
     def state(self) -> StreamState:
@@ -132,7 +138,8 @@ class StreamWriter:
     @property
     def tail_values(self) -> int:
         """Values of the unfinished block."""
-        return 0 if self._encoder is None else self.spec.n_values(self._encoder.n_tokens)
+        n_coded = 0 if self._encoder is None else self._encoder.n_tokens
+        return self.spec.n_values(n_coded + self._newest.n_tokens)
 
     def resume_header(self, codec: BlockCodec, params: Any, tag: int, header: bytes | None) -> None:
         """Go on with a stream header, parsed; its bytes where this owner has to store it too."""
@@ -283,10 +290,13 @@ class StreamWriter:
         """Yield what a commit has to store, besides the session record."""
         if not self._dirty:
             return
+        for chunk in self._newest.take():
+            self._code(chunk, keep=True)
         if self._params is None:
             yield self._key(keys.HEAD), self._head_frame()
             return
         if not self._header_stored:
+            yield from object_puts(self._codec.shared(self._params).items())
             body = bytes([self._codec.number]) + self._header
             yield self._key(keys.HEADER), seal_record(HEADER_MAGIC, body)
         yield from self.take_sealed()
@@ -324,23 +334,38 @@ class StreamWriter:
             self._push(chunk)
 
     def _push(self, chunk: F32 | CodedRows, on_seal: Callable[[], None] | None = None) -> None:
+        self.end += _n_tokens(chunk)
+        self._code(chunk if isinstance(chunk, CodedRows) else self._newest.push(chunk), on_seal)
+
+    def _code(
+        self,
+        chunk: F32 | CodedRows,
+        on_seal: Callable[[], None] | None = None,
+        *,
+        keep: bool = False,
+    ) -> None:
         block_tokens, at = self._state.block_tokens, 0
-        n = chunk.n_tokens if isinstance(chunk, CodedRows) else chunk.shape[1]
+        n = _n_tokens(chunk)
         while at < n:
             if self._encoder is None:
-                self._encoder = self._codec.encoder(self._params, self.end)
+                self._encoder = self._codec.encoder(self._params, self._block_start)
             end = min(n, at + block_tokens - self._encoder.n_tokens)
             if isinstance(chunk, CodedRows):
                 cast(RowEncoder, self._encoder).append_rows(chunk.cut(at, end))
+            elif keep:
+                cast(KeepingEncoder, self._encoder).keep(np.ascontiguousarray(chunk[:, at:end]))
             else:
                 self._encoder.push(np.ascontiguousarray(chunk[:, at:end]), self._n_threads)
-            self.end += end - at
             at = end
             if self._encoder.n_tokens == block_tokens:
                 self._sealed.append((self._block, self._block_frame(self._encoder)))
                 self._block, self._encoder = self._block + 1, None
                 if on_seal is not None:
                     on_seal()
+
+    @property
+    def _block_start(self) -> int:
+        return self._state.start + self._block * self._state.block_tokens
 
     def _key(self, prefix: bytes) -> bytes:
         return keys.stream_key(prefix, self.owner, self.layer, self.kind)
@@ -351,7 +376,7 @@ class StreamWriter:
             kind=self.kind,
             owner=self.owner,
             layer=self.layer,
-            first_token=self._state.start + self._block * self._state.block_tokens,
+            first_token=self._block_start,
             n_tokens=encoder.n_tokens,
             payload=encoder.payload(),
             header_tag=self._tag,
@@ -374,3 +399,7 @@ class StreamWriter:
             payload=encoder.payload(),
             error=encoder.error,
         )
+
+
+def _n_tokens(chunk: F32 | CodedRows) -> int:
+    return chunk.n_tokens if isinstance(chunk, CodedRows) else chunk.shape[1]

@@ -11,15 +11,18 @@ earlier commit. Where that must not take more with it, verify in a process of it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvcodecs.codec import codec_by_number
 from kvcodecs.errors import Corrupt, KvError, NotFound
 from kvcodecs.frame import HEADER_BYTES
+from kvcodecs.shared import SHARED_BYTES, short
 
 from . import keys
 from .backend import Snapshot
+from .catalog import listed_names
 from .garbage import living
 from .passing import Passing
 from .pieces import Piece, all_pieces, count_frames
@@ -27,6 +30,7 @@ from .prefix_upkeep import expected_entries
 from .reader import Reader
 from .records import check_archive, unpack_identity
 from .session_record import SessionRecord, StreamName
+from .shared_objects import check_object
 from .sharing import user_keys
 from .spans import head_of, header_of, id_spans, spans_of
 from .stored_frame import announced
@@ -104,6 +108,7 @@ def verify(
     with archive._read() as snapshot:
         every = {key for key, _ in snapshot.sizes(b"")}
         seen: set[bytes] = set()
+        objects = _Objects(archive, snapshot)
 
         def checked(key: bytes) -> None:
             seen.add(key)
@@ -125,9 +130,10 @@ def verify(
             elif parsed.prefix == keys.SESSION and parsed.name is not None:
                 report.n_sessions += 1
                 checked(key)
-                for part in _check_session(archive, snapshot, parsed.name, every, report):
+                for part in _check_session(archive, snapshot, parsed.name, every, objects, report):
                     if part in every:  # a missing one has been reported
                         checked(part)
+        objects.report_to(report)
         for key in _check_lists(archive, snapshot, every, report):
             checked(key)
         report.n_leftover = len(every - seen)
@@ -157,8 +163,50 @@ def _check_identity(
         report.add(where, error)
 
 
+class _Objects:
+    """The objects that stream headers share: each is checked once, for all who need it."""
+
+    def __init__(self, archive: OpenArchive, snapshot: Snapshot) -> None:
+        self._path, self._snapshot = archive.path, snapshot
+        self._errors: dict[bytes, KvError | None] = {}
+        self._sessions: dict[bytes, dict[str, None]] = {}
+        for key, _ in snapshot.sizes(keys.SHARED):
+            if len(key) == len(keys.SHARED) + SHARED_BYTES:
+                self._check(key[len(keys.SHARED) :])
+
+    def are_sound(self, digests: Iterable[bytes], name: str) -> bool:
+        """Whether these objects are, which a session needs."""
+        found = True
+        for digest in digests:
+            self._sessions.setdefault(digest, {})[name] = None
+            found = self._check(digest) is None and found
+        return found
+
+    def _check(self, digest: bytes) -> KvError | None:
+        if digest not in self._errors:
+            try:
+                check_object(self._snapshot, digest, self._path)
+                self._errors[digest] = None
+            except KvError as error:
+                self._errors[digest] = error
+        return self._errors[digest]
+
+    def report_to(self, report: Report) -> None:
+        """Note what is wrong, and the sessions that cannot be read for it."""
+        for digest, error in self._errors.items():
+            if error is not None:
+                names = list(self._sessions.get(digest, ()))
+                text = f"{error}; needed by {listed_names(names)}" if names else str(error)
+                report.add(f"shared object {short(digest)}", type(error)(text))
+
+
 def _check_session(
-    archive: OpenArchive, snapshot: Snapshot, name: str, every: set[bytes], report: Report
+    archive: OpenArchive,
+    snapshot: Snapshot,
+    name: str,
+    every: set[bytes],
+    objects: _Objects,
+    report: Report,
 ) -> Iterator[bytes]:
     """Check one session and yield the keys that it names."""
     where = f"session {name!r}"
@@ -185,7 +233,13 @@ def _check_session(
         for owner in _header_owners(record, (layer, kind)):
             yield keys.stream_key(keys.HEADER, owner, layer, kind)
             try:
-                reader.coding(snapshot, owner, layer, kind)
+                number, header = reader.header(snapshot, owner, layer, kind)
+                needs = codec_by_number(number).needs(header)
+                yield from map(keys.shared_key, needs)
+                if objects.are_sound(needs, name):
+                    reader.coding(snapshot, owner, layer, kind)
+                else:
+                    bad_headers.add(owner)
             except KvError as error:
                 report.add(f"{spot} header", error)
                 bad_headers.add(owner)

@@ -29,6 +29,7 @@ from .prefix_upkeep import PrefixKeys
 from .reader import Reader
 from .room import Room
 from .session_record import MAX_TOKENS, SessionRecord, StreamName
+from .shared_objects import put_all
 from .sharing import claims_of, put_record, settled
 from .spans import header_of
 from .stored_rows import StoredRows
@@ -146,11 +147,13 @@ class SessionWriter:
         many = sum(stream.tail_values for stream in streams) >= _MANY_VALUES
         n_workers = min(available_cpus(), len(streams)) if many else 1
         of_streams = _map(lambda stream: list(stream.puts()), streams, n_workers)
-        puts = [put for of_stream in of_streams for put in of_stream]
-        puts += self._id_puts()
+        by_key: dict[bytes, bytes | None] = {}
+        for of_stream in of_streams:
+            by_key.update(of_stream)
+        by_key.update(self._id_puts())
         new_ids, foreign_from = self._new_ids(), self.foreign_from
         # In key order: a tree that grows at its end fills its pages.
-        puts.sort(key=lambda put: put[0])
+        puts = sorted(by_key.items())
 
         def store(transaction: Transaction) -> SessionRecord:
             stored = self.stored(transaction)
@@ -172,11 +175,7 @@ class SessionWriter:
             elif record.first and record.streams != stored.streams:
                 # With a header there are blocks, and those that were trimmed are among them.
                 shrunk.add(record.owner)
-            for name, value in puts:
-                if value is None:
-                    transaction.delete(name)
-                else:
-                    transaction.put(name, value)
+            put_all(transaction, puts)
             self._prefix.grow(transaction, stored, record, new_ids)
             put_record(transaction, self._catalog, self.name, stored, record, shrunk=shrunk)
             return record

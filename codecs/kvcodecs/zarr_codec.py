@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
@@ -34,13 +35,17 @@ from zarr.storage import StorePath
 
 from .codec import codec_by_name
 from .errors import Corrupt, InvalidArgument, Unsupported
+from .shared import unpack_shared
 from .spec import Kind, StreamSpec
 from .zarr_configuration import NAME, ArchiveArray, OwnArray, check_header
-from .zarr_frames import Shape, decode_archived, decode_own, encode_own
+from .zarr_frames import Objects, Shape, decode_archived, decode_own, encode_own
 
 #: Stream headers that were read from arrays of their own, by tag.
 _fetched: dict[int, bytes] = {}
 _MOST_FETCHED: Final = 256
+#: Shared objects that were read from archives, by digest.
+_objects: dict[bytes, bytes] = {}
+_MOST_OBJECTS: Final = 32
 
 
 class _Decoded(cpu.NDBuffer):
@@ -48,44 +53,90 @@ class _Decoded(cpu.NDBuffer):
 
 
 class _Elsewhere(NamedTuple):
-    """A stream header that is in another array and has not been read yet."""
+    """What chunks are decoded with and another place of the archive holds.
 
-    array: str
-    tag: int
+    Attributes
+    ----------
+    what
+        It, for messages.
+    up
+        How many parts of a chunk's path lead to where `key` begins.
+    key
+        Its path from there.
+    opened
+        What has to be opened with zarr for this to be in reach.
+    """
+
+    what: str
+    up: int
+    key: str
+    opened: str
 
     def place(self, byte_getter: Any) -> StorePath:
-        """Return where the header is, next to the array whose chunk `byte_getter` gets."""
+        """Return where it is, from a chunk that `byte_getter` gets."""
         parts = byte_getter.path.split("/") if isinstance(byte_getter, StorePath) else []
-        if len(parts) < 5 or parts[-4] != "c":  # array, c, head, token, channel
+        if len(parts) < self.up or parts[-4:-3] != ["c"]:  # array, c, head, token, channel
             raise self.out_of_reach()
-        key = "/".join([*parts[:-5], self.array, "c", "0"])
-        return StorePath(byte_getter.store, key)
+        return StorePath(byte_getter.store, "/".join([*parts[: -self.up], self.key]))
 
-    def check(self, place: StorePath, data: Buffer | None) -> bytes:
-        """Return the header that was read, and remember it."""
+    def bytes_of(self, place: StorePath, data: Buffer | None) -> bytes:
+        """Return what was read there."""
         if data is None:
-            raise Corrupt(f"{NAME}: {place.path}: missing; it holds the stream header")
-        header = check_header(data.as_numpy_array().tobytes(), self.tag, place.path)
-        if len(_fetched) >= _MOST_FETCHED:
-            _fetched.clear()
-        _fetched[self.tag] = header
-        return header
+            raise Corrupt(f"{NAME}: {place.path}: missing; it holds the {self.what}")
+        return data.as_numpy_array().tobytes()
 
     def out_of_reach(self) -> Unsupported:
         return Unsupported(
-            f"{NAME}: the stream header is in the array {self.array!r} of the same group, which is "
-            "out of reach from here; open the whole group, and the array in it"
+            f"{NAME}: the {self.what} is in {self.key!r}, which is out of reach from here; open "
+            f"{self.opened}, and the array in it"
         )
 
 
-def _header_of(array: ArchiveArray | OwnArray) -> bytes | _Elsewhere:
-    """Return the stream header, empty where each chunk has its own."""
-    if isinstance(array, OwnArray):
-        return b""
-    if array.header is not None:
-        return array.header
-    here = _fetched.get(array.header_tag)
-    return _Elsewhere(str(array.header_array), array.header_tag) if here is None else here
+class _Parts:
+    """What the chunks of an array are decoded with.
+
+    Attributes
+    ----------
+    missing
+        What has to be read first, each with what takes it.
+    """
+
+    def __init__(self, array: ArchiveArray | OwnArray) -> None:
+        self.header = b""
+        self._objects: dict[bytes, bytes] = {}
+        self.missing: list[tuple[_Elsewhere, Callable[[StorePath, bytes], None]]] = []
+        if isinstance(array, OwnArray):
+            return  # each chunk has its own
+        header = _fetched.get(array.header_tag) if array.header is None else array.header
+        if header is None:
+            where = _Elsewhere("stream header", 5, f"{array.header_array}/c/0", "the whole group")
+            self.missing.append((where, partial(self._take_header, array.header_tag)))
+        else:
+            self.header = header
+        for digest, packed in array.shared:
+            found = _objects.get(digest) if packed is None else packed
+            if found is None:
+                key = f"_kvstore/books/{digest.hex()}/c/0"
+                where = _Elsewhere("codebook", 6, key, "the archive itself, not one group of it")
+                self.missing.append((where, partial(self._take_object, digest)))
+            else:
+                self._objects[digest] = found
+
+    @property
+    def objects(self) -> Objects:
+        return tuple(self._objects.items())
+
+    def _take_header(self, tag: int, place: StorePath, data: bytes) -> None:
+        self.header = check_header(data, tag, place.path)
+        if len(_fetched) >= _MOST_FETCHED:
+            _fetched.clear()
+        _fetched[tag] = self.header
+
+    def _take_object(self, digest: bytes, place: StorePath, data: bytes) -> None:
+        self._objects[digest] = bytes(unpack_shared(data, f"{NAME}: {place.path}"))
+        if len(_objects) >= _MOST_OBJECTS:
+            _objects.clear()
+        _objects[digest] = self._objects[digest]
 
 
 @dataclass(frozen=True, init=False)
@@ -202,10 +253,10 @@ class FrameCodec(
         return heads, tokens, head_dim
 
     def _decode_sync(self, chunk_data: Buffer, chunk_spec: ArraySpec) -> NDBuffer:
-        header = _header_of(self.array)
-        if isinstance(header, _Elsewhere):
-            raise header.out_of_reach()
-        x = self._decode(chunk_data, chunk_spec, slice(0, chunk_spec.shape[1]), header)
+        parts = _Parts(self.array)
+        for elsewhere, _ in parts.missing:
+            raise elsewhere.out_of_reach()
+        x = self._decode(chunk_data, chunk_spec, slice(0, chunk_spec.shape[1]), parts)
         if chunk_spec.prototype.nd_buffer is cpu.NDBuffer:
             return _Decoded.from_numpy_array(x)
         return chunk_spec.prototype.nd_buffer.from_numpy_array(x)
@@ -219,11 +270,11 @@ class FrameCodec(
         data = await byte_getter.get(chunk_spec.prototype)
         if data is None:
             return None
-        header = _header_of(self.array)
-        if isinstance(header, _Elsewhere):
-            place = header.place(byte_getter)
-            header = header.check(place, await place.get(chunk_spec.prototype))
-        return await asyncio.to_thread(self._part, data, selection, chunk_spec, header)
+        parts = _Parts(self.array)
+        for elsewhere, take in parts.missing:
+            place = elsewhere.place(byte_getter)
+            take(place, elsewhere.bytes_of(place, await place.get(chunk_spec.prototype)))
+        return await asyncio.to_thread(self._part, data, selection, chunk_spec, parts)
 
     def _decode_partial_sync(
         self, byte_getter: Any, selection: Any, chunk_spec: ArraySpec
@@ -231,24 +282,25 @@ class FrameCodec(
         data = byte_getter.get_sync(prototype=chunk_spec.prototype)
         if data is None:
             return None
-        header = _header_of(self.array)
-        if isinstance(header, _Elsewhere):
-            place: Any = header.place(byte_getter)
-            header = header.check(place, place.get_sync(prototype=chunk_spec.prototype))
-        return self._part(data, selection, chunk_spec, header)
+        parts = _Parts(self.array)
+        for elsewhere, take in parts.missing:
+            place: Any = elsewhere.place(byte_getter)
+            found = place.get_sync(prototype=chunk_spec.prototype)
+            take(place, elsewhere.bytes_of(place, found))
+        return self._part(data, selection, chunk_spec, parts)
 
-    def _part(self, data: Buffer, selection: Any, chunk_spec: ArraySpec, header: bytes) -> NDBuffer:
+    def _part(self, data: Buffer, selection: Any, chunk_spec: ArraySpec, parts: _Parts) -> NDBuffer:
         """Decode the tokens that a selection touches, and select."""
         selection = selection if isinstance(selection, tuple) else (selection,)
         rows = slice(0, chunk_spec.shape[1])
         if len(selection) == 3:
             rows, tokens = _rows(selection[1], chunk_spec.shape[1])
             selection = (selection[0], tokens, selection[2])
-        x = self._decode(data, chunk_spec, rows, header)
+        x = self._decode(data, chunk_spec, rows, parts)
         return chunk_spec.prototype.nd_buffer.from_numpy_array(np.asarray(x[selection]))
 
     def _decode(
-        self, data: Buffer, chunk_spec: ArraySpec, rows: slice, header: bytes
+        self, data: Buffer, chunk_spec: ArraySpec, rows: slice, parts: _Parts
     ) -> npt.NDArray[Any]:
         heads, tokens, head_dim = chunk_spec.shape
         dtype: np.dtype[Any] = chunk_spec.dtype.to_native_dtype()
@@ -257,7 +309,9 @@ class FrameCodec(
         if isinstance(self.array, OwnArray):
             x = decode_own(self.array, source, shape, rows, native)
         else:
-            x = decode_archived(self.array, header, source, shape, rows, native)
+            x = decode_archived(
+                self.array, parts.header, parts.objects, source, shape, rows, native
+            )
         return x.astype(dtype, copy=False)
 
     def _encode_sync(self, chunk_data: NDBuffer, chunk_spec: ArraySpec) -> Buffer:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
@@ -19,6 +20,7 @@ from .frame import header_tag
 from .kvr1 import KVR1
 from .raw import Raw
 from .rope import Rope, RopeStyle
+from .shared import SHARED_BYTES
 from .spec import KINDS, Kind, StreamSpec
 from .tkv1 import TKV1
 
@@ -28,7 +30,16 @@ NAME: Final = "kvstore.frame"
 MOST_HEADER_BYTES: Final = 1 << 16
 
 _ARCHIVE_KEYS: Final = {"codec", "kind", "layer", "header_tag", "archive"}
-_MORE_ARCHIVE_KEYS: Final = {"header", "header_array", "more_headers", "rope", "tail", "tokens"}
+_MORE_ARCHIVE_KEYS: Final = {
+    "header",
+    "header_array",
+    "more_headers",
+    "rope",
+    "shared",
+    "tail",
+    "tokens",
+}
+_DIGEST: Final = re.compile(f"[0-9a-f]{{{2 * SHARED_BYTES}}}")
 _OWN_KEYS: Final = {"codec", "kind", "step", "rel_step"}
 
 
@@ -78,6 +89,9 @@ class ArchiveArray:
     tail
         Tokens of the last chunk, if it is not full: of a finished session. Its frame has at least
         so many.
+    shared
+        Digests of the objects that the stream headers need, and the packed objects themselves
+        where the archive's are out of reach.
     """
 
     codec: str
@@ -90,6 +104,7 @@ class ArchiveArray:
     tokens: int | None = None
     more_headers: tuple[MoreHeader, ...] = field(default=(), repr=False)
     tail: int = 0
+    shared: tuple[tuple[bytes, bytes | None], ...] = field(default=(), repr=False)
 
     def to_json(self) -> dict[str, Any]:
         """Return the configuration of the codec in `zarr.json`."""
@@ -111,6 +126,11 @@ class ArchiveArray:
                 [more.codec, f"{more.header_tag:016x}", base64.b64encode(more.header).decode()]
                 for more in self.more_headers
             ]
+        if self.shared:
+            data["shared"] = {
+                digest.hex(): None if packed is None else base64.b64encode(packed).decode("ascii")
+                for digest, packed in self.shared
+            }
         return data
 
     @classmethod
@@ -153,6 +173,7 @@ class ArchiveArray:
             tokens,
             _more_headers(data.get("more_headers", [])),
             tail or 0,
+            _shared(data.get("shared", {})),
         )
 
     def spec(self, heads: int, head_dim: int) -> StreamSpec:
@@ -254,6 +275,7 @@ def archive_configuration(
     header_array: str | None = None,
     more_headers: Sequence[tuple[str, bytes]] = (),
     tail_tokens: int = 0,
+    shared: Mapping[bytes, bytes | None] | None = None,
 ) -> dict[str, Any]:
     """Return the configuration of `NAME` for an archive's array.
 
@@ -277,6 +299,8 @@ def archive_configuration(
         (codec, stream header) of blocks that were taken from elsewhere.
     tail_tokens
         Tokens of the last chunk, if it is not full.
+    shared
+        Digests of the objects that the headers need; packed within shards, else None.
     """
     order = None
     if spec.rope is not None and not spec.rope.keeps_order(spec.head_dim):
@@ -294,6 +318,7 @@ def archive_configuration(
         tokens,
         more,
         tail_tokens,
+        tuple((shared or {}).items()),
     )
     return array.to_json()
 
@@ -336,6 +361,15 @@ def _more_headers(data: object) -> tuple[MoreHeader, ...]:
             raise Corrupt(f"{NAME}: more_headers {data!r} in the configuration")
         codec, tag = codec_by_name(item[0]).name, _tag(item[1])
         found.append(MoreHeader(codec, tag, check_header(_bytes(item[2]), tag, "more_headers")))
+    return tuple(found)
+
+
+def _shared(data: object) -> tuple[tuple[bytes, bytes | None], ...]:
+    found: list[tuple[bytes, bytes | None]] = []
+    for text, packed in data.items() if isinstance(data, Mapping) else [(None, None)]:
+        if not isinstance(text, str) or _DIGEST.fullmatch(text) is None:
+            raise Corrupt(f"{NAME}: shared objects {data!r} in the configuration")
+        found.append((bytes.fromhex(text), None if packed is None else _bytes(packed)))
     return tuple(found)
 
 

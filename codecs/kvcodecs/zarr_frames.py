@@ -30,11 +30,13 @@ from .container import (
 from .errors import Corrupt, InvalidArgument
 from .frame import BytesLike, byte_view, open_frame
 from .plan import Plan
+from .shared import short
 from .spec import MAX_BLOCK_TOKENS, StreamSpec
 from .tensor import as_float32
 from .zarr_configuration import NAME, ArchiveArray, OwnArray
 
 Shape = tuple[int, int, int]
+Objects = tuple[tuple[bytes, bytes], ...]
 
 _LAYOUTS: Final[dict[str, Layout]] = {codec: layout for layout, codec in BLOCK_CODECS.items()}
 
@@ -42,6 +44,7 @@ _LAYOUTS: Final[dict[str, Layout]] = {codec: layout for layout, codec in BLOCK_C
 def decode_archived(
     array: ArchiveArray,
     header: bytes,
+    objects: Objects,
     data: BytesLike,
     shape: Shape,
     rows: slice,
@@ -55,6 +58,8 @@ def decode_archived(
         What every frame of the array must be.
     header
         The stream header.
+    objects
+        The packed objects that the headers need, by digest.
     data
         A frame.
     shape
@@ -94,7 +99,7 @@ def decode_archived(
                 f"{where}: another frame is stored here: {what} {found}, expected {expected}"
             )
     spec = array.spec(shape[0], shape[2])
-    params = _params(name, spec, header)
+    params = _params(name, spec, header, objects)
     where = f"{where}, tokens from {frame.first_token}"
     inside = slice(min(rows.start, n_tokens), min(rows.stop, n_tokens))
     x = _decode(codec, params, payload, frame.first_token, n_tokens, inside, dtype, where)
@@ -146,8 +151,15 @@ def decode_own(
 
 
 @lru_cache(maxsize=256)
-def _params(codec: str, spec: StreamSpec, header: bytes) -> Any:
-    return codec_by_name(codec).unpack(spec, header)
+def _params(codec: str, spec: StreamSpec, header: bytes, objects: Objects) -> Any:
+    found = dict(objects)
+
+    def shared(digest: bytes) -> bytes:
+        if digest not in found:
+            raise Corrupt(f"{NAME}: shared object {short(digest)} is not in the configuration")
+        return found[digest]
+
+    return codec_by_name(codec).unpack(spec, header, shared)
 
 
 def _decode(

@@ -19,6 +19,7 @@ from ..passing import Passing
 from ..pieces import all_pieces
 from ..room import Room
 from ..session_record import SessionRecord, StreamName
+from ..shared_objects import put_all
 from ..token_ids import CHUNK_TOKENS
 from ..users import users_of
 from .needed import BATCH_BYTES, Item, Ranges, Stored, ids_of, values_of
@@ -162,10 +163,16 @@ class Mover:
 
     def _put(self, item: Item, batch: list[Stored], there: dict[bytes, int]) -> None:
         """Store a batch together with what waits, or let it wait: a few MB to a transaction."""
+        objects: list[Stored] = []
         for stored in self._unlike(item, batch):
-            if there.get(stored.key) != stored.value.nbytes:
-                self._waiting.append(stored)
-                self._n_waiting += stored.value.nbytes
+            if stored.is_object:
+                objects.append(stored)  # in one transaction with the header that follows
+            elif there.get(stored.key) != stored.value.nbytes:
+                known = {key for key, _ in self._waiting} if objects else ()
+                new = [*(found for found in objects if found.key not in known), stored]
+                self._waiting += new
+                self._n_waiting += sum(found.value.nbytes for found in new)
+                objects = []
                 if self._n_waiting >= BATCH_BYTES:
                     self.flush()
         for stored in batch:
@@ -181,8 +188,7 @@ class Mover:
         waiting, n_bytes = self._waiting, self._n_waiting
 
         def store(transaction: Transaction) -> None:
-            for key, value in waiting:
-                transaction.put(key, value)
+            put_all(transaction, waiting)
             more(transaction)
 
         self.target.write(store, n_bytes=n_bytes)
@@ -352,6 +358,7 @@ def _spot(key: bytes) -> str:
         keys.HEAD: "head",
         keys.TAIL: "tail",
         keys.TOKENS: "token ids chunk",
+        keys.SHARED: "a shared object",
     }
     stream = "" if parsed.layer is None else f"layer {parsed.layer} {parsed.kind} "
     number = "" if parsed.index is None else f" {parsed.index}"

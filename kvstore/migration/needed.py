@@ -22,6 +22,7 @@ from ..identity import Model
 from ..pieces import Piece, all_pieces
 from ..reader import Reader
 from ..session_record import SessionRecord, StreamName
+from ..shared_objects import needs_of, objects_of
 from ..sharing import Claim, claims_of
 from ..token_ids import read_id_chunk
 
@@ -66,6 +67,11 @@ class Stored(NamedTuple):
     @property
     def is_frame(self) -> bool:
         return self.key[:1] in (keys.FRAME, keys.TAIL, keys.HEAD)
+
+    @property
+    def is_object(self) -> bool:
+        """Whether it is an object that stream headers share, which belongs to no owner."""
+        return self.key[:1] == keys.SHARED
 
     @property
     def is_numbered(self) -> bool:
@@ -130,7 +136,10 @@ def values_of(
         key = keys.stream_key(keys.HEADER, owner, layer, kind)
         if stream in claim.headers and not skip(key):
             reader.coding(snapshot, owner, layer, kind)
-            headers.append(_stored(snapshot, key, item.where))
+            header = _stored(snapshot, key, item.where)
+            where = f"{item.where} layer {layer} {kind} header"
+            objects = objects_of(snapshot, needs_of(header.value, where), where)
+            headers += [*(Stored(*found) for found in objects.items()), header]
     if headers:
         yield headers
     pieces, n = all_pieces(item.record, layer, kind), 1

@@ -35,6 +35,7 @@ from ..passing import Passing
 from ..pieces import Piece, pieces
 from ..reader import Reader
 from ..session_record import SessionRecord, StreamName, StreamState
+from ..shared_objects import put_all
 from ..spans import head_of, spans_of
 from ..stored_frame import first_value
 from ..stored_rows import StoredRows, stored_rows
@@ -118,9 +119,10 @@ class _Sink:
     _values: dict[bytes, bytes] = field(default_factory=dict)
     _n_waiting: int = 0
 
-    def add(self, key: bytes, value: bytes) -> None:
-        self._values[key] = value
-        self._n_waiting += len(value)
+    def add(self, values: Mapping[bytes, bytes]) -> None:
+        """Store values in one transaction, now or later."""
+        self._values.update(values)
+        self._n_waiting += sum(map(len, values.values()))
         if self._n_waiting >= _FLUSH_BYTES:
             self.flush()
 
@@ -128,8 +130,7 @@ class _Sink:
         values, n_bytes = dict(sorted(self._values.items())), self._n_waiting
 
         def store(transaction: Transaction) -> None:
-            for key, value in values.items():
-                transaction.put(key, value)
+            put_all(transaction, values.items())
 
         if values:
             self.target.write(store, n_bytes=n_bytes)
@@ -257,11 +258,12 @@ def recode_stream(
     prepared = copied or _prepared(writer, decoded, new, spec)
 
     def store(puts: Iterator[Put] | list[Put]) -> None:
-        for key, value in sorted(
-            ((k, v) for k, v in puts if v is not None), key=lambda put: put[0][:1] in _LAST
-        ):
-            is_coded = key[:1] in _FRAMES and copied is None
-            sink.add(key, _with_error(value, decoded, where) if is_coded else value)
+        values = {}
+        for key, value in puts:
+            if value is not None:
+                is_coded = key[:1] in _FRAMES and copied is None
+                values[key] = _with_error(value, decoded, where) if is_coded else value
+        sink.add(values)
 
     def on_seal() -> None:
         store(writer.take_sealed())
@@ -289,8 +291,6 @@ def _prepared(
 
 
 _FRAMES: Final = (keys.FRAME, keys.TAIL, keys.HEAD)
-#: Whichever of them a stream has, it has all else.
-_LAST: Final = (keys.HEADER, keys.HEAD)
 
 
 def _with_error(frame: bytes, decoded: _Decoded, where: str) -> bytes:
@@ -330,6 +330,6 @@ def recode_ids(snapshot: Snapshot, item: Item, new: SessionRecord, target: Targe
         first = item.record.first // CHUNK_TOKENS
         for chunk in range(first, -(-item.record.n_tokens // CHUNK_TOKENS)):
             ids = read_id_chunk(snapshot, item.record, chunk, item.where)
-            sink.add(keys.tokens_key(new.owner, chunk), pack_ids(ids, new.owner, chunk))
+            sink.add({keys.tokens_key(new.owner, chunk): pack_ids(ids, new.owner, chunk)})
     sink.flush()
     return sink.n_bytes

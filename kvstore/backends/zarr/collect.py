@@ -15,6 +15,7 @@ from .in_use import Doomed, referenced, sessions
 from .objects import Objects, Writer
 from .places import (
     ASIDE,
+    BOOKS,
     DOOMED,
     GROUP,
     IN_ARRAY,
@@ -128,7 +129,7 @@ class _Leftovers:
             return True
         if key.startswith(SEGMENTS):
             return key not in self._used and all(key != item.key for item in self._head.below)
-        if key.startswith(ASIDE):
+        if key.startswith((ASIDE, BOOKS)):
             return key not in self._used
         match = None if key.startswith(ROOT) else _CHUNK.fullmatch(key)
         if match is None or match[1] in self._kept or key in self._used:

@@ -50,6 +50,7 @@ def stream_document(
     shard_blocks: int,
     dimensions: Sequence[str],
     tail_tokens: int = 0,
+    objects: Mapping[bytes, bytes] | None = None,
 ) -> bytes:
     """Return the document of a stream's array.
 
@@ -63,6 +64,9 @@ def stream_document(
         Codec number and stream header of each owner of its blocks; the session's own last.
     shard_blocks
         Blocks of a shard; 0 for none.
+    objects
+        What the headers need, packed, by digest. The archive keeps it where `places.book_of` says;
+        inside shards, from where that is out of reach, the configuration has it.
     """
     layer, kind = stream
     record, spec = stored.record, stored.model.stream(layer, kind)
@@ -78,6 +82,7 @@ def stream_document(
         tail_tokens=tail_tokens,
         header_array=headers_array(kind, layer) if needs_array(header, shard_blocks) else None,
         more_headers=[(codec_by_number(n).name, data) for n, data in others],
+        shared={digest: data if shard_blocks else None for digest, data in (objects or {}).items()},
     )
     codec: dict[str, object] = {"name": NAME, "configuration": configuration}
     outer = chunk

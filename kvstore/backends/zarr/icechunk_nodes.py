@@ -9,6 +9,8 @@ are chunks of arrays of ours, under numbers that say what their key says:
   layer; block)
 * ``_kvstore/ahead/GROUP/ARRAY``: the chunks that lie outside of the grid of ``GROUP/ARRAY``,
   under their own numbers
+
+An object that stream headers share is the one chunk of ``_kvstore/books/DIGEST``.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from typing import Any, Final, NamedTuple
 from kvcodecs.errors import Corrupt, InvalidArgument
 
 from .documents import FILE_NAME, group_document
-from .places import ROOT
+from .places import BOOKS, ROOT
 
 AHEAD: Final = ROOT + "ahead/"
 #: A node, so that what is below it can be listed.
@@ -65,7 +67,7 @@ class Place(NamedTuple):
     @property
     def is_own(self) -> bool:
         """Whether it is in an array that only Icechunk needs."""
-        return self.node in _OWN or f"{self.node}/".startswith(AHEAD)
+        return self.node in _OWN or f"{self.node}/".startswith((AHEAD, BOOKS))
 
     @property
     def ahead(self) -> Place:
@@ -101,7 +103,8 @@ def place_of(key: str, where: str) -> Place:
         kind = int(match[5] == "v")
         numbers = (*owner, kind, int(match[6]), int(match[7]))
         return _checked(Place(_FRAMES, numbers), key, where)
-    match = None if key.startswith(ROOT) else _CHUNK.fullmatch(key)
+    is_own = key.startswith(ROOT) and not key.startswith(BOOKS)
+    match = None if is_own else _CHUNK.fullmatch(key)
     if match:
         return _checked(Place(match[1], tuple(map(int, match[2].split("/")))), key, where)
     raise InvalidArgument(

@@ -12,6 +12,7 @@ from ... import keys
 from ...session_record import StreamName
 from .places import (
     ASIDE,
+    BOOKS,
     DOOMED,
     GROUP,
     IN_ARRAY,
@@ -19,6 +20,7 @@ from .places import (
     Lookup,
     Reference,
     array_of,
+    book_of,
     chunk_of,
     home_of,
     load_fields,
@@ -85,6 +87,8 @@ def _is_used(lookup: Lookup, key: str, groups: dict[str, _Group]) -> bool:
             blocks = {} if session is None else shared_blocks(session.record)
             found = groups[group] = _Group(owners_in(lookup, group), frozenset(blocks))
         owners, shared = found
+    elif key.startswith(BOOKS):
+        return lookup.raw(keys.shared_key(bytes.fromhex(parts[2]))) is not None
     else:
         return False  # a commit, a merged table, a shard: such names are never used twice
     kind: Kind = "k" if array.startswith("k") else "v"
@@ -123,6 +127,8 @@ def referenced(lookup: Lookup) -> Iterator[str]:
     """
     for key, value in lookup.raw_scan(keys.FRAME):
         yield locations(lookup, key, value)[0][0]
+    for key, _ in lookup.raw_scan(keys.SHARED):
+        yield book_of(key)
     for group, stored in sessions(lookup):
         yield f"{group}/zarr.json"
         home = home_of(lookup, stored.record.owner)

@@ -21,6 +21,7 @@ from .objects import Request
 
 ROOT: Final = "_kvstore/"
 ASIDE: Final = ROOT + "frames/"
+BOOKS: Final = ROOT + "books/"
 
 #: Keys of the backend's own begin with this byte, which no key of the engine does.
 INTERNAL: Final = b"\xff"
@@ -205,6 +206,11 @@ def shard_of(group: str, layer: int, kind: Kind, number: int) -> str:
 def aside_of(owner: int, layer: int, kind: Kind, block: int) -> str:
     """Return the key of a frame that is aside."""
     return f"{ASIDE}{owner:016x}/{stream_of(layer, kind)}/{block}"
+
+
+def book_of(key: bytes) -> str:
+    """Return where zarr finds an object that stream headers share, of its key."""
+    return f"{BOOKS}{key[len(keys.SHARED) :].hex()}/c/0"
 
 
 def owners_in(lookup: Lookup, group: str) -> list[int]:

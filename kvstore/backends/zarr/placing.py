@@ -22,6 +22,7 @@ from .places import (
     Reference,
     array_of,
     aside_of,
+    book_of,
     chunk_of,
     doomed_key,
     frame_of,
@@ -167,6 +168,11 @@ class _Placing:
                 self._drop(key)
             else:
                 self._put(key, bytes(value))
+        for key, value in self._changes.items():
+            if key[:1] == keys.SHARED and value is None:
+                self._doomed.append(book_of(key))
+            elif key[:1] == keys.SHARED and value is not None:
+                self._placed.frames.append((book_of(key), bytes(value)))
         for name, _, new in pairs:
             if new is not None:
                 self._show(name, new, before.get(new.record.id))

@@ -7,10 +7,12 @@ finds in the commit what was to be done, does it again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from kvcodecs.codec import codec_by_number
 from kvcodecs.errors import Corrupt, InvalidArgument, KvError
 from kvcodecs.frame import open_record
+from kvcodecs.shared import short, unpack_shared
 from kvcodecs.spec import Kind
 
 from ... import keys
@@ -109,6 +111,7 @@ def _show(
     for stream, (_, n_tokens, _) in shapes.items():
         try:
             headers = _headers(lookup, record, stream)
+            shared = _shared(lookup, headers)
         except KvError:
             continue  # damage, which `verify` tells; the array stays as it is
         layer, kind = stream
@@ -125,6 +128,7 @@ def _show(
             home.shard_blocks,
             names[stream],
             tails.get(stream, 0),
+            shared,
         )
     about = {
         "session": stored.name,
@@ -136,6 +140,18 @@ def _show(
     documents[f"{home.group}/{FILE_NAME}"] = group_document({"kvstore": about})
     objects.put_all(documents.items(), still_mine)
     return list(documents)
+
+
+def _shared(lookup: Lookup, headers: Sequence[tuple[int, bytes]]) -> dict[bytes, bytes]:
+    """Return the packed objects that stream headers need, by digest."""
+    found = {}
+    for number, header in headers:
+        for digest in codec_by_number(number).needs(header):
+            value = lookup.raw(keys.shared_key(digest))
+            if value is None:
+                raise Corrupt(f"shared object {short(digest)}: missing")
+            found[digest] = bytes(unpack_shared(value, f"shared object {short(digest)}"))
+    return found
 
 
 def _headers(
