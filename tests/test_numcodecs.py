@@ -372,7 +372,7 @@ def test_frames_out_of_place_are_corrupt(layout):
 @pytest.mark.parametrize(
     ("offset", "new", "kind"),
     [
-        (0, b"\x05", Unsupported),  # layout
+        (0, b"\x06", Unsupported),  # layout
         (1, b"\x04", Unsupported),  # dtype
         (2, b"\x02", Unsupported),  # kind
         (3, b"\x04", Unsupported),  # memory

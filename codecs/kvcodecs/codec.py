@@ -295,8 +295,8 @@ def config_by_name(name: str) -> CodecConfig:
     if family == "fibquant" and scheme:
         try:
             return config_from_json({"codec": family, "scheme": scheme})
-        except (Corrupt, Unsupported) as error:
-            raise InvalidArgument(f"codec {name!r}: {error}") from error
+        except Unsupported as error:
+            raise InvalidArgument(str(error)) from error
     plain = [known for known in _NUMBERS if known != "ggml"]
     if family in plain and not scheme:
         return config_from_json({"codec": family})

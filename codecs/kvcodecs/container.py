@@ -6,14 +6,22 @@ FORMAT.md section 8. What is inside the frames is the codec's business, as is th
 from __future__ import annotations
 
 import struct
-from typing import Any, Final, Literal, NamedTuple, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, TypeAlias, cast
 
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
 from ._core import find_beyond
-from .codec import CodecConfig, codec_by_name, codec_for
+from .codec import (
+    BlockCodec,
+    BlockEncoder,
+    CodecConfig,
+    KeepingEncoder,
+    codec_by_name,
+    codec_for,
+    last_tokens,
+)
 from .errors import Corrupt, InvalidArgument, Truncated, Unsupported
 from .frame import (
     HEADER_BYTES,
@@ -26,20 +34,22 @@ from .frame import (
     seal_record,
 )
 from .plan import Plan, check_payload
+from .shared import SHARED_MAGIC, Shared, pack_shared
 from .spec import F32, MAX_BLOCK_TOKENS, MAX_VALUES, Kind, StreamSpec, describe_value
 
-Layout: TypeAlias = Literal["lane", "stream", "kvr1", "raw", "ggml"]
+Layout: TypeAlias = Literal["lane", "stream", "kvr1", "raw", "ggml", "fibquant"]
 
 MAGIC: Final = b"KVC1"
 FILE_MAGIC: Final = b"KVCT"
 
-LAYOUTS: Final[tuple[Layout, ...]] = ("lane", "stream", "kvr1", "raw", "ggml")
+LAYOUTS: Final[tuple[Layout, ...]] = ("lane", "stream", "kvr1", "raw", "ggml", "fibquant")
 #: Codecs of the layouts that are made of frames.
 BLOCK_CODECS: Final[dict[Layout, str]] = {
     "lane": "tkv1",
     "kvr1": "kvr1",
     "raw": "raw",
     "ggml": "ggml",
+    "fibquant": "fibquant",
 }
 KINDS: Final[tuple[Kind, ...]] = ("k", "v")
 DTYPES: Final[tuple[np.dtype[Any], ...]] = (
@@ -139,13 +149,8 @@ def next_record(magic: bytes, data: memoryview) -> tuple[memoryview, memoryview]
     return open_record(magic, data[:size], "container"), data[size:]
 
 
-def encode_blocks(head: Head, config: CodecConfig, y: F32, *, unplaced: bool = False) -> bytes:
+def encode_blocks(head: Head, config: CodecConfig, y: F32) -> bytes:
     """Return the container of `y`, ``(heads, n_tokens, head_dim)``, in a layout of frames.
-
-    Parameters
-    ----------
-    unplaced
-        Flag the frames as such; only for a container of one block.
 
     Raises
     ------
@@ -154,7 +159,32 @@ def encode_blocks(head: Head, config: CodecConfig, y: F32, *, unplaced: bool = F
     """
     codec = codec_for(config)
     params = codec.fit(config, head.spec(), lambda: [y])
-    codec.check(params, y, 0)
+    return encode_fitted(head, codec, params, y, n_kept=last_tokens(config))
+
+
+def encode_fitted(
+    head: Head,
+    codec: BlockCodec,
+    params: Any,
+    y: F32,
+    *,
+    n_kept: int = 0,
+    unplaced: bool = False,
+    bare: bool = False,
+) -> bytes:
+    """Return the container of `y`, coded with `params`; see `encode_blocks`.
+
+    Parameters
+    ----------
+    n_kept
+        So many of the last tokens are kept as they are, by a codec that can.
+    unplaced
+        Flag the frames as such; only for a container of one block.
+    bare
+        Leave out the objects that the stream header needs; whoever reads has them.
+    """
+    coded = np.ascontiguousarray(y[:, : max(head.n_tokens - n_kept, 0)])
+    codec.check(params, coded, 0)
     step = codec.step(params)
     if step is not None:
         check_overflow(y, head.dtype, step / 2)
@@ -162,10 +192,13 @@ def encode_blocks(head: Head, config: CodecConfig, y: F32, *, unplaced: bool = F
     tag = header_tag(stream_header)
     largest = 0.0
     parts = [seal_record(MAGIC, head.pack() + stream_header)]
+    if not bare:
+        shared = codec.shared(params)
+        parts += [pack_shared(shared[digest]) for digest in codec.needs(stream_header)]
     for block in range(head.n_blocks):
         first, n = head.span(block)
         encoder = codec.encoder(params, first)
-        encoder.push(y[:, first : first + n])
+        _push_block(encoder, y[:, first : first + n], head.n_tokens - first - n_kept)
         largest = max(largest, encoder.error.max_error)
         frame = pack_frame(
             codec=codec.number,
@@ -185,10 +218,23 @@ def encode_blocks(head: Head, config: CodecConfig, y: F32, *, unplaced: bool = F
     return b"".join(parts)
 
 
+def _push_block(encoder: BlockEncoder, y: F32, n_coded: int) -> None:
+    """Append the tokens of a block, the first `n_coded` of them coded and the others kept."""
+    n_coded = min(max(n_coded, 0), y.shape[1])
+    encoder.push(np.ascontiguousarray(y[:, :n_coded]))
+    if n_coded < y.shape[1]:
+        cast(KeepingEncoder, encoder).keep(np.ascontiguousarray(y[:, n_coded:]))
+
+
 def read_blocks(
-    head: Head, stream_header: memoryview, data: memoryview
+    head: Head, stream_header: memoryview, data: memoryview, shared: Shared | None = None
 ) -> tuple[Any, list[memoryview]]:
     """Check what follows the head: that it can be the tokens that the head claims.
+
+    Parameters
+    ----------
+    shared
+        Of a bare container: where the objects are that the stream header needs.
 
     Returns
     -------
@@ -201,10 +247,16 @@ def read_blocks(
     ------
     Truncated, Corrupt, Unsupported
         A frame is damaged, missing, too many, of another stream, or has another size than its
-        tokens; or the stream header is not what was written.
+        tokens; or the stream header, or an object that it needs, is not what was written.
     """
     codec = codec_by_name(BLOCK_CODECS[head.layout])
-    params = codec.unpack(head.spec(), stream_header)
+    spec = head.spec()
+    if shared is None:
+        objects: dict[bytes, memoryview] = {}
+        for digest in codec.needs(stream_header):
+            objects[digest], data = next_record(SHARED_MAGIC, data)
+        shared = objects.__getitem__
+    params = codec.unpack(spec, stream_header, shared)
     tag = header_tag(stream_header)
     payloads = []
     # Frames are opened one by one, so the bytes at hand bound what the head may claim.

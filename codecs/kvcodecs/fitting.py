@@ -161,7 +161,7 @@ class QuantisingCodec(NothingShared, ABC, Generic[ConfigT, ParamsT]):
         self, bpv: float, rms: float, chunks: Chunks, fitted: partial[ParamsT]
     ) -> float:
         """The finest step whose block of the first tokens needs at most `bpv` bits per value."""
-        sample = _first_tokens(chunks, _SEARCH_TOKENS)
+        sample = first_tokens_of(chunks, _SEARCH_TOKENS)
 
         def rate(step: float) -> float:
             try:
@@ -227,7 +227,7 @@ def _room_for_rounding(step: float, largest: float, sink_div: int) -> float:
     return step - ulp
 
 
-def _first_tokens(chunks: Chunks, n_tokens: int) -> F32:
+def first_tokens_of(chunks: Chunks, n_tokens: int) -> F32:
     parts: list[F32] = []
     have = 0
     for chunk in chunks():

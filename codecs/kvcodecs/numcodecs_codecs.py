@@ -1,4 +1,4 @@
-"""The numcodecs classes of TKV1, KVR1, ggml and raw: an array in, a self-contained container out.
+"""The numcodecs classes of the codecs: an array in, a self-contained container out.
 
 The only module that imports numcodecs. The bytes are in `container`.
 """
@@ -6,7 +6,7 @@ The only module that imports numcodecs. The bytes are in `container`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Final, Self
 
 import numcodecs.compat
@@ -28,6 +28,9 @@ from .container import (
     read_head,
 )
 from .errors import Corrupt, InvalidArgument, Truncated
+from .fibquant.config import Axis, FibQuant, OnFailure
+from .fibquant.profile import Rotation
+from .fibquant.quality import QualityBudget
 from .frame import seal_record
 from .ggml import GGML
 from .kvr1 import KVR1
@@ -402,6 +405,82 @@ class GGMLCodec(_ArrayCodec):
             "kind": self._kind,
             "block_tokens": self._block_tokens,
         }
+
+
+class FibQuantCodec(_ArrayCodec):
+    """FibQuant for numcodecs: ``[heads][tokens][head_dim]`` floats as points of a codebook.
+
+    Arrays have these three axes and an even `head_dim`.
+
+    Parameters
+    ----------
+    kind
+        ``"k"`` or ``"v"``: what ``axis="role_aware"`` goes by. Give K before RoPE: it is not
+        un-rotated.
+    block_dim, codebook_size, rotation, seed, axis, first_tokens, raw_heads, on_failure, budget
+        As in `kvcodecs.FibQuant`; a `budget` may be given as the mapping that `get_config` returns.
+    last_tokens
+        So many tokens of the array's end are kept raw.
+    block_tokens
+        Tokens per block, at most 2^20.
+
+    Raises
+    ------
+    InvalidArgument
+        A value out of range.
+
+    Notes
+    -----
+    Lossy, and there is no bound: the frames say what error was measured. The codebook, some KiB, is
+    with the bytes of each array. An array whose decoded values might overflow its dtype is refused.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> codec = FibQuantCodec("v", block_dim=2, codebook_size=64)
+    >>> x = np.random.default_rng(0).standard_normal((1, 128, 64)).astype("f2")
+    >>> y = codec.decode(codec.encode(x))
+    >>> y.dtype, y.shape, bool(abs(x - y).max() < 1.5)
+    (dtype('float16'), (1, 128, 64), True)
+    """
+
+    codec_id = "fibquant"
+
+    def __init__(
+        self,
+        kind: Kind = "v",
+        *,
+        block_dim: int = 4,
+        codebook_size: int = 256,
+        rotation: Rotation = "hadamard",
+        seed: int = 42,
+        axis: Axis = "role_aware",
+        first_tokens: int = 4,
+        last_tokens: int = 0,
+        raw_heads: Sequence[int] = (),
+        on_failure: OnFailure = "keep_raw",
+        budget: QualityBudget | Mapping[str, Any] | None = None,
+        block_tokens: int = 128,
+    ) -> None:
+        asked = FibQuant(
+            block_dim,
+            codebook_size,
+            rotation=rotation,
+            seed=seed,
+            axis=axis,
+            first_tokens=first_tokens,
+            last_tokens=last_tokens,
+            raw_heads=tuple(raw_heads),
+            on_failure=on_failure,
+            budget=QualityBudget.from_json(budget) if isinstance(budget, Mapping) else budget,
+        )
+        super().__init__(kind, asked, block_tokens, "fibquant")
+
+    def get_config(self) -> dict[str, object]:
+        """Return the JSON configuration that `numcodecs.get_codec` takes."""
+        config = super().get_config()
+        del config["raw_layers"]  # an array has none
+        return config
 
 
 class KVRawCodec(_ArrayCodec):

@@ -14,13 +14,14 @@ import numpy as np
 import numpy.typing as npt
 
 from .blocks import SIMD_LEVELS, Blocks, BlockTables
-from .errors import Corrupt, InvalidArgument, Truncated
+from .errors import Corrupt, InvalidArgument, Truncated, Unsupported
 from .frame import BytesLike
 from .lanes import Lanes, LaneTables
 from .rope import RopeTable, from_coded
 from .rows import Rows, RowTables
 from .spec import KState, StreamSpec
 from .targets import Failure, Output, Placement, Targets, check_output, dtype_name
+from .vectors import Vectors, VectorTables
 
 if TYPE_CHECKING:
     from .codec import BlockCodec
@@ -45,8 +46,9 @@ class Plan:
     ----------
     targets
         Payload and output of each block, in the order of `add`.
-    lanes, blocks, rows, copies
-        What decodes them: TKV1 lanes, KVR1 blocks, rows of fixed rate, and values at hand.
+    lanes, blocks, rows, vectors, copies
+        What decodes them: TKV1 lanes, KVR1 blocks, rows of fixed rate, FibQuant's vectors, and
+        values at hand.
     """
 
     def __init__(self) -> None:
@@ -54,6 +56,7 @@ class Plan:
         self.lanes = Lanes()
         self.blocks = Blocks()
         self.rows = Rows()
+        self.vectors = Vectors()
         self.copies: list[Copy] = []
 
     def add(
@@ -94,8 +97,8 @@ class Plan:
         ------
         InvalidArgument
             A range outside the block, an output of the wrong shape or dtype, or no such `rope`.
-        Truncated, Corrupt
-            The payload's structure is damaged.
+        Truncated, Corrupt, Unsupported
+            The payload's structure is damaged, or of a newer release.
         """
         prefix = f"{where}: " if where else ""
         spec: StreamSpec = params.spec
@@ -111,7 +114,7 @@ class Plan:
         placement = Placement(start, stop, n_tokens, out, rope, prefix)
         try:
             codec.schedule(self, params, payload, first_token, placement)
-        except (Corrupt, Truncated) as error:
+        except (Corrupt, Truncated, Unsupported) as error:
             raise type(error)(f"{prefix}{error}") from error
 
     def copy(self, values: npt.NDArray[Any], spec: StreamSpec, placement: Placement) -> None:
@@ -153,6 +156,13 @@ class Plan:
         target, rope = self.targets.add(payload, placement)
         self.rows.add(tables, first_token, placement, target, rope)
 
+    def decode_vectors(
+        self, tables: VectorTables, payload: BytesLike, first_token: int, placement: Placement
+    ) -> None:
+        """Add one FibQuant frame; `tables` are its stream's, added once for all its frames."""
+        target, rope = self.targets.add(payload, placement)
+        self.vectors.add(tables, first_token, placement, target, rope)
+
     def run(self, n_threads: int | None = None, simd: str | None = None) -> None:
         """Decode everything into the outputs.
 
@@ -161,8 +171,8 @@ class Plan:
         n_threads
             None: one per CPU this process may use. The result does not depend on it.
         simd
-            Instruction set for KVR1 blocks and fixed-rate rows, one of `SIMD_LEVELS`; None: the
-            fastest. The result does not depend on it.
+            Instruction set for all but TKV1's lanes, one of `SIMD_LEVELS`; None: the fastest. The
+            result does not depend on it.
 
         Raises
         ------
@@ -180,6 +190,7 @@ class Plan:
         failures = self.lanes.run(arguments, n_threads)
         failures += self.blocks.run(arguments, n_threads, simd)
         failures += self.rows.run(arguments, n_threads, simd)
+        failures += self.vectors.run(arguments, n_threads, simd)
         self.check(failures)
 
     def place_copies(self, outputs: list[npt.NDArray[Any]]) -> None:

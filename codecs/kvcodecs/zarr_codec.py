@@ -33,7 +33,7 @@ from zarr.core.array_spec import ArraySpec
 from zarr.core.buffer import Buffer, NDBuffer, cpu
 from zarr.storage import StorePath
 
-from .codec import codec_by_name
+from .codec import codec_for
 from .errors import Corrupt, InvalidArgument, Unsupported
 from .shared import unpack_shared
 from .spec import Kind, StreamSpec
@@ -153,14 +153,17 @@ class FrameCodec(
     Parameters
     ----------
     codec
-        ``"tkv1"``, ``"kvr1"``, ``"raw"``, or one of ggml's schemes: ``"ggml.q8_0"``.
+        ``"tkv1"``, ``"kvr1"``, ``"raw"``, ``"fibquant"``, or a scheme of ggml: ``"ggml.q8_0"``.
     kind
         ``"k"`` (give K before RoPE) or ``"v"``.
     step
         Quantiser step: values come back within half of it; float16 adds half a unit in the last
         place.
     rel_step
-        The step as a fraction of the RMS of each chunk. Give one of both; none for raw and ggml.
+        The step as a fraction of the RMS of each chunk. Give one of both to TKV1 and KVR1.
+    options
+        Of FibQuant: ``block_dim=4, codebook_size=256`` and what else `kvcodecs.FibQuant` takes, but
+        what it says of layers and of the first and last tokens. The codebook is in ``zarr.json``.
 
     Raises
     ------
@@ -182,9 +185,16 @@ class FrameCodec(
     is_fixed_size = False
 
     def __init__(
-        self, *, codec: str, kind: Kind, step: float | None = None, rel_step: float | None = None
+        self,
+        *,
+        codec: str,
+        kind: Kind,
+        step: float | None = None,
+        rel_step: float | None = None,
+        **options: Any,
     ) -> None:
-        object.__setattr__(self, "array", OwnArray(codec, kind, step, rel_step))
+        array = OwnArray.of_options(codec, kind, step, rel_step, **options)
+        object.__setattr__(self, "array", array)
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:
@@ -206,15 +216,22 @@ class FrameCodec(
         raise NotImplementedError
 
     def evolve_from_array_spec(self, array_spec: ArraySpec) -> Self:
-        """Return the codec itself, once it has checked what zarr tells of an array inside shards.
+        """Return the codec of an array of this shape, with the book for it.
 
         Raises
         ------
         InvalidArgument
-            As `validate`.
+            As `validate`: of arrays inside shards it is asked nothing else.
         """
-        self._check(array_spec.shape, array_spec.dtype)
-        return self
+        _, _, head_dim = self._check(array_spec.shape, array_spec.dtype)
+        if isinstance(self.array, ArchiveArray):
+            return self
+        array = self.array.of_head_dim(head_dim)
+        if array is self.array:
+            return self
+        codec = type(self).__new__(type(self))
+        object.__setattr__(codec, "array", array)
+        return codec
 
     def validate(self, *, shape: tuple[int, ...], dtype: Any, chunk_grid: Any) -> None:
         """Check array and chunks; zarr asks before it creates, opens or resizes an array.
@@ -249,7 +266,8 @@ class FrameCodec(
         heads, tokens, head_dim = shape
         spec = StreamSpec(self.array.kind, heads, head_dim)
         if isinstance(self.array, OwnArray):
-            codec_by_name(self.array.codec).check_stream(self.array.asked("float32"), spec)
+            asked = self.array.asked("float32")
+            codec_for(asked).check_stream(asked, spec)
         return heads, tokens, head_dim
 
     def _decode_sync(self, chunk_data: Buffer, chunk_spec: ArraySpec) -> NDBuffer:

@@ -16,18 +16,20 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from .codec import BlockCodec, codec_by_name
+from .codec import BlockCodec, codec_by_name, codec_for
 from .container import (
     BLOCK_CODECS,
     DTYPES,
     Head,
     Layout,
     check_finite,
-    encode_blocks,
+    encode_fitted,
     read_blocks,
     read_head,
 )
 from .errors import Corrupt, InvalidArgument
+from .fibquant.codec import CODEC as FIBQUANT
+from .fibquant.config import FibQuant
 from .frame import BytesLike, byte_view, open_frame
 from .plan import Plan
 from .shared import short
@@ -129,7 +131,13 @@ def encode_own(array: OwnArray, x: npt.NDArray[Any]) -> bytes:
     head = Head(_LAYOUTS[array.family], DTYPES.index(dtype), array.kind, 0, *sizes)
     try:
         check_finite(y, spec)
-        return encode_blocks(head, array.asked(dtype.name), y, unplaced=True)
+        asked, chunks = array.asked(dtype.name), [y]
+        if isinstance(asked, FibQuant):
+            params = FIBQUANT.fit(asked, spec, lambda: chunks, book=array.stored_book())
+            return encode_fitted(head, FIBQUANT, params, y, unplaced=True, bare=True)
+        codec = codec_for(asked)
+        params = codec.fit(asked, spec, lambda: chunks)
+        return encode_fitted(head, codec, params, y, unplaced=True)
     except InvalidArgument as error:
         raise InvalidArgument(f"zarr chunk: {error} (tokens count from its first)") from error
 
@@ -143,10 +151,11 @@ def decode_own(
     expected = (array.family, array.kind, *shape)
     if found != expected or head.n_blocks != 1:
         raise Corrupt(f"zarr chunk: {head.n_blocks} blocks of {found}, expected one of {expected}")
-    params, (payload,) = read_blocks(head, stream_header, rest)
-    codec = codec_by_name(array.codec)
-    if codec.name_of(params) != array.codec:
-        raise Corrupt(f"zarr chunk: {codec.name_of(params)}, expected {array.codec}")
+    shared = None if array.fibquant is None else array.shared
+    params, (payload,) = read_blocks(head, stream_header, rest, shared)
+    codec, name = codec_by_name(array.codec), array.scheme
+    if codec.name_of(params) != name:
+        raise Corrupt(f"zarr chunk: {codec.name_of(params)}, expected {name}")
     return _decode(codec, params, payload, 0, head.n_tokens, rows, dtype, "zarr chunk")
 
 

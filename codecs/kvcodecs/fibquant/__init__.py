@@ -5,6 +5,7 @@ FORMAT.md section 11.
 
 from .book import Book, book_for, book_of
 from .calibration import CalibrationSummary, calibrate
+from .codec import CODEC
 from .config import FibQuant, config_from_fields
 from .geometry import PageGeometry
 from .kvprofile import KvProfile
@@ -22,6 +23,7 @@ from .quality import (
 from .shape import TensorShape
 
 __all__ = [
+    "CODEC",
     "Book",
     "CacheLayout",
     "CalibrationSummary",

@@ -12,6 +12,7 @@ from typing import Any, Final, Self
 import numpy as np
 import numpy.typing as npt
 
+from .. import _core
 from ..digests import canonical_json, document_digest, raw_digest
 from ..errors import Corrupt, Truncated, Unsupported
 from ..frame import BytesLike, byte_view
@@ -84,6 +85,12 @@ class Book:
     def rotation(self) -> Rotation:
         """``"haar"`` or ``"hadamard"``."""
         return self.profile.rotation
+
+    @cached_property
+    def core(self) -> _core.FibBook:
+        """The book as the core has it."""
+        rotation = 0 if self.rotation == "haar" else 1
+        return _core.FibBook(rotation, self.rotation_data, self.codewords)
 
     @cached_property
     def digest(self) -> bytes:

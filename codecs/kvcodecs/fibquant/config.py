@@ -184,7 +184,12 @@ def _of_scheme(scheme: object) -> dict[str, object]:
             f"codec 'fibquant.{scheme}' is unknown; give block dim and codebook size, as in "
             "fibquant.4x256"
         )
-    return {"block_dim": int(found[1]), "codebook_size": int(found[2])}
+    block_dim, codebook_size = int(found[1]), int(found[2])
+    try:
+        FibQuant(block_dim, codebook_size)
+    except InvalidArgument as error:
+        raise Unsupported(f"codec 'fibquant.{scheme}' is unknown: {error}") from error
+    return {"block_dim": block_dim, "codebook_size": codebook_size}
 
 
 def _indices(value: object, what: str) -> tuple[int, ...]:
