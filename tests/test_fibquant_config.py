@@ -93,5 +93,5 @@ def test_the_profile_is_the_one_of_the_paper():
 def test_stored_budgets_are_checked():
     budget = QualityBudget().to_json()
     for wrong in (budget | {"max_logit_mse": -1}, budget | {"most": 3}):
-        with pytest.raises(Corrupt, match="budget"):
+        with pytest.raises(Corrupt, match="QualityBudget"):
             config_from_json({"codec": "fibquant", "budget": wrong})

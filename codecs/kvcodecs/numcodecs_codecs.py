@@ -472,7 +472,7 @@ class FibQuantCodec(_ArrayCodec):
             last_tokens=last_tokens,
             raw_heads=tuple(raw_heads),
             on_failure=on_failure,
-            budget=QualityBudget.from_json(budget) if isinstance(budget, Mapping) else budget,
+            budget=QualityBudget(**budget) if isinstance(budget, Mapping) else budget,
         )
         super().__init__(kind, asked, block_tokens, "fibquant")
 
