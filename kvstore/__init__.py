@@ -36,8 +36,10 @@ from .matching import Match
 from .migration.run import migrate
 from .migration.work import Migrated
 from .opening import compact, open
+from .receipts import SessionReceipt, StreamReceipt
 from .relocation import AppendedRange
 from .session import Session
+from .source_digests import source_digest
 from .survey import SessionEntry
 from .upgrading import Upgraded, upgrade
 
@@ -67,8 +69,10 @@ __all__ = [
     "Session",
     "SessionEntry",
     "SessionInfo",
+    "SessionReceipt",
     "Shard",
     "StreamInfo",
+    "StreamReceipt",
     "Truncated",
     "Unsupported",
     "Upgraded",
@@ -78,6 +82,7 @@ __all__ = [
     "flat",
     "migrate",
     "open",
+    "source_digest",
     "upgrade",
 ]
 

@@ -16,7 +16,7 @@ from .backend import BackendInfo
 from .garbage import collect_garbage, rebuild_index
 from .identity import Model, check_model
 from .info import ArchiveInfo, stored_bytes
-from .layout import Codecs, check_configs, check_fit_tokens, new_layout
+from .layout import Codecs, check_configs, check_fit_tokens, first_receipt, new_layout
 from .matching import Match, Promise, find_prefix, n_sealed
 from .metadata import check_metadata
 from .opened import OpenArchive
@@ -54,6 +54,7 @@ class Archive(OpenArchive):
         stats_from: str | Session | None = None,
         metadata: Mapping[str, Any] | None = None,
         replace: bool = False,
+        receipts: bool = False,
     ) -> Session:
         """Create a session without tokens, durable at once, and become its appender.
 
@@ -80,6 +81,8 @@ class Archive(OpenArchive):
             A JSON object to keep with the session.
         replace
             Replace a session that has the name, in the same transaction.
+        receipts
+            Leave a receipt with each commit, see `Session.receipts`; hashing costs a little time.
 
         Raises
         ------
@@ -112,6 +115,7 @@ class Archive(OpenArchive):
             codecs=configs,
             fit_tokens=fit_tokens,
             streams=new_layout(model, configs, block_tokens, stats_from is not None, where),
+            receipts=first_receipt(receipts),
             created=int(time.time()),
             metadata=metadata,
         )
@@ -289,6 +293,7 @@ class Archive(OpenArchive):
         token_ids: object = None,
         metadata: Mapping[str, Any] | None = None,
         replace: bool = False,
+        receipts: bool = False,
         progress: Callable[[int, int], None] | None = None,
     ) -> Session:
         """Store a whole session stream by stream, in constant memory.
@@ -312,6 +317,7 @@ class Archive(OpenArchive):
             token_ids=token_ids,
             metadata=metadata,
             replace_existing=replace,
+            receipts=receipts,
             progress=progress,
         )
 
@@ -397,12 +403,16 @@ class Archive(OpenArchive):
         return rebuild_index(self)
 
     def verify(
-        self, *, decode: bool = False, progress: Callable[[int, int], None] | None = None
+        self,
+        *,
+        decode: bool = False,
+        receipts: bool = False,
+        progress: Callable[[int, int], None] | None = None,
     ) -> Report:
         """Read and check everything. See `kvstore.verify.verify`."""
         from .verify import verify
 
-        return verify(self, decode=decode, progress=progress)
+        return verify(self, decode=decode, receipts=receipts, progress=progress)
 
     def sizes(self) -> BackendInfo:
         """Return what the file has, uses and has free, without a look at any session."""

@@ -256,12 +256,13 @@ def begin(backend: Backend, mode: Mode, timeout: float) -> dict[str, Any]:
         raise NotFound(f"{backend.path}: empty; open it with mode='a' to begin an archive")
     with backend.write(timeout) as transaction:
         if transaction.get(keys.ARCHIVE) is None:
-            about = {"writer": _writer_name(), "created": int(time.time())}
+            about = {"writer": writer_name(), "created": int(time.time())}
             transaction.put(keys.ARCHIVE, pack_archive(about))
     return begin(backend, mode, timeout)
 
 
-def _writer_name() -> str:
+def writer_name() -> str:
+    """Return name and release of this software."""
     # Imported here: it costs every user 20 ms, and only who begins an archive needs it.
     from importlib.metadata import PackageNotFoundError, version
 

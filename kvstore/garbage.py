@@ -142,7 +142,7 @@ def _marks(alive: Living) -> tuple[dict[int, list[Claim]], dict[int, tuple[int, 
 
 
 def _sweep_lists(transaction: Transaction, alive: Living) -> int:
-    """Remove models, users and entries of the index that belong to no session."""
+    """Remove models, users, receipts and entries of the index that belong to no session."""
     models = {record.model for _, record, _ in alive.records}
     users = dict(_wanted_users(alive))
     owners = {keys.parse(key).owner for key in users}
@@ -150,6 +150,12 @@ def _sweep_lists(transaction: Transaction, alive: Living) -> int:
         (key, n_bytes) for key, n_bytes in transaction.sizes(keys.IDENTITY) if key[1:] not in models
     ]
     unused += [(key, n_bytes) for key, n_bytes in transaction.sizes(keys.USER) if key not in users]
+    sessions = {record.id for _, record, _ in alive.records}
+    unused += [
+        (key, n_bytes)
+        for key, n_bytes in transaction.sizes(keys.RECEIPT)
+        if _session_of(key) not in sessions
+    ]
     for key, n_bytes in transaction.sizes(keys.PREFIX):
         try:
             _, _, owner = parse_entry(key)
@@ -180,6 +186,13 @@ def _sweep_objects(transaction: Transaction) -> int:
     for key in sizes:
         transaction.delete(key)
     return sum(sizes.values())
+
+
+def _session_of(key: bytes) -> int | None:
+    try:
+        return keys.parse(key).session
+    except Corrupt:
+        return None
 
 
 def _owners(snapshot: Snapshot) -> list[int]:

@@ -26,8 +26,10 @@ from . import keys
 from .backend import Transaction
 from .catalog import REPLACE_ADVICE
 from .identity import Model, check_model
-from .layout import check_fit_tokens, make_streams, new_layout
+from .layout import check_fit_tokens, first_receipt, make_streams, new_layout
 from .metadata import check_metadata
+from .receipt_making import StreamLedger, session_receipt
+from .receipts import StreamReceipt, pack_receipt
 from .session import Session
 from .session_record import SessionRecord, StreamName, check_record
 from .shared_objects import put_all
@@ -68,6 +70,7 @@ def ingest(
     token_ids: object,
     metadata: Mapping[str, Any] | None,
     replace_existing: bool,
+    receipts: bool,
     progress: Callable[[int, int], None] | None,
 ) -> Session:
     """Store a session from `source`; all of it is the prefill that fixes the stream headers.
@@ -120,6 +123,7 @@ def ingest(
         fit_tokens=fit_tokens,
         streams=new_layout(model, codecs, block_tokens, has_header=False, where=where),
         has_ids=len(ids) > 0,
+        receipts=first_receipt(receipts),
         post=k_state == "post" and any(model.stream(*s).rope for s in counts) and n_tokens > 0,
         created=now,
         updated=now,
@@ -134,6 +138,7 @@ def ingest(
         n_values = sum(model.stream(*s).n_values(n) for s, n in counts.items())
         n_done = 0
         states = {}
+        stream_receipts: list[StreamReceipt] = []
         for stream, writer in make_streams(record, model, where).items():
             n = counts[stream]
             writer.begin_at(n_tokens - n)
@@ -141,7 +146,12 @@ def ingest(
             # Only a stream too short for a header keeps its values in the dtype they came in.
             dtype = _dtype(source, stream) if n < fit_tokens else "float32"
             advance = partial(_advance, progress, n_done, n_values)
-            _store(writer, writer.prepare(chunks, n, k_state, dtype), sink, advance)
+            ledger = StreamLedger(writer) if receipts else None
+            puts = _store(writer, writer.prepare(chunks, n, k_state, dtype), sink, advance)
+            if ledger is not None:
+                for values in source.chunks(*stream):
+                    ledger.add(values)
+                stream_receipts.append(ledger.receipt(dict(puts), codecs[stream[1]], now))
             states[stream] = writer.state
             n_done += writer.spec.n_values(n)
             advance(writer.spec.n_values(n))
@@ -149,7 +159,11 @@ def ingest(
             packed = pack_ids(ids[at : at + CHUNK_TOKENS], owner, chunk)
             sink.add([(keys.tokens_key(owner, chunk), packed)])
         record = replace(record, streams=states)
-        archive._publish(name, record, model, sink.take(), ids, replace=replacing)
+        puts_left = sink.take()
+        if receipts and n_tokens:
+            receipt = session_receipt(name, record, 0, n_tokens, stream_receipts, "append", now)
+            puts_left[keys.receipt_key(record.id, 0)] = pack_receipt(receipt)
+        archive._publish(name, record, model, puts_left, ids, replace=replacing)
     except BaseException as error:
         _remove(archive, owner, error)
         raise
@@ -222,8 +236,8 @@ def _store(
     prepared: Prepared,
     sink: _Sink,
     advance: Callable[[int], None],
-) -> None:
-    """Code one stream; its frames go to the sink as they come."""
+) -> list[Put]:
+    """Code one stream; its frames go to the sink as they come. Return the last that go."""
     start = writer.end
 
     def on_seal() -> None:
@@ -233,7 +247,9 @@ def _store(
 
     writer.push(prepared, on_seal)
     writer.fix_if_due()
-    sink.add(writer.puts())
+    puts = list(writer.puts())
+    sink.add(puts)
+    return puts
 
 
 def _remove(archive: OpenArchive, owner: int, cause: BaseException) -> None:

@@ -21,6 +21,7 @@ TAIL: Final = b"T"
 HEAD: Final = b"R"
 TOKENS: Final = b"K"
 USER: Final = b"U"
+RECEIPT: Final = b"Q"
 SHARED: Final = b"B"
 PREFIX: Final = prefix_keys.PREFIX
 
@@ -114,6 +115,16 @@ def tokens_key(owner: int, chunk: int) -> bytes:
     return _CHUNK.pack(TOKENS, owner, chunk)
 
 
+def receipts_prefix(session: int) -> bytes:
+    """What the keys of all receipts of a session start with."""
+    return _OWNER.pack(RECEIPT, session)
+
+
+def receipt_key(session: int, number: int) -> bytes:
+    """Key of a receipt; the numbers of a session rise."""
+    return _CHUNK.pack(RECEIPT, session, number)
+
+
 def owner_prefix(prefix: bytes, owner: int) -> bytes:
     """What all keys of `prefix` and `owner` start with."""
     return _OWNER.pack(prefix, owner)
@@ -169,6 +180,9 @@ def parse(key: bytes) -> Key:
         if prefix == TOKENS:
             _, owner, index = _CHUNK.unpack(key)
             return Key(prefix, owner=owner, index=index)
+        if prefix == RECEIPT:
+            _, session, index = _CHUNK.unpack(key)
+            return Key(prefix, session=session, index=index)
         if prefix == PREFIX:
             _, _, owner = prefix_keys.parse_entry(key)
             return Key(prefix, owner=owner)

@@ -115,6 +115,13 @@ def make_streams(record: SessionRecord, model: Model, where: str) -> dict[Stream
     }
 
 
+def first_receipt(receipts: object) -> int | None:
+    """Return what the record of a new session says of receipts; `InvalidArgument` if no bool."""
+    if not isinstance(receipts, bool):
+        raise InvalidArgument(f"receipts {receipts!r}: expected True or False")
+    return 0 if receipts else None
+
+
 def check_fit_tokens(fit_tokens: object) -> None:
     """Raise `InvalidArgument` unless it is an integer from 1 to 65536."""
     if type(fit_tokens) is not int or not 1 <= fit_tokens <= MAX_FIT_TOKENS:

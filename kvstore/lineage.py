@@ -18,6 +18,7 @@ from kvcodecs.errors import InvalidArgument
 from . import keys
 from .backend import Snapshot, Transaction
 from .catalog import Catalog
+from .receipts import cut_receipts, trim_receipts
 from .session_record import Part, SessionRecord, StreamState
 from .sharing import claims_of, pruned, put_record
 from .spans import header_of, id_parts_until
@@ -56,6 +57,7 @@ def fork(
         n_rollbacks=0,
         pinned=False,
         finished=False,
+        receipts=None if record.receipts is None else new.n_tokens,
         created=now,
         updated=now,
         metadata=metadata,
@@ -77,7 +79,11 @@ def roll_back(
     new, values = cut(transaction, record, n_tokens, owner, where)
     for key, value in values.items():
         transaction.put(key, value)
-    new = replace(new, n_rollbacks=record.n_rollbacks + 1, updated=int(time.time()))
+    receipts = None if record.receipts is None else min(record.receipts, n_tokens)
+    cut_receipts(transaction, record, n_tokens)
+    new = replace(
+        new, n_rollbacks=record.n_rollbacks + 1, updated=int(time.time()), receipts=receipts
+    )
     put_record(transaction, catalog, name, record, new, shrunk=claims_of(record))
 
 
@@ -96,6 +102,7 @@ def trim_front(
         raise InvalidArgument(f"{where}: trim at {first}: {record.n_tokens} tokens are committed")
     if first > record.first:
         new = pruned(replace(record, first=first))
+        trim_receipts(transaction, new)
         put_record(transaction, catalog, name, record, new, shrunk=claims_of(record))
 
 

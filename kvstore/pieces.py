@@ -33,6 +33,8 @@ class Piece(NamedTuple):
         The part of it that is read, as positions of the session.
     layer, kind, what
         Parts of its name.
+    block
+        Its number in this stream; None for the head.
     """
 
     keys: tuple[bytes, ...]
@@ -47,6 +49,7 @@ class Piece(NamedTuple):
     layer: int
     kind: Kind
     what: str
+    block: int | None
 
     @property
     def name(self) -> str:
@@ -87,6 +90,7 @@ def pieces(
                 layer=layer,
                 kind=kind,
                 what="head",
+                block=None,
             )
     if at >= stop:
         return
@@ -138,6 +142,7 @@ def _block(
         layer=layer,
         kind=kind,
         what=what,
+        block=block,
     )
 
 

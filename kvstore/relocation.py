@@ -23,6 +23,8 @@ from .lineage import parts_until
 from .mismatch import check_identity
 from .pieces import pieces
 from .prefix_upkeep import add_entries
+from .receipt_making import session_receipt
+from .receipts import add_receipt, pack_receipt
 from .session_record import Part, SessionRecord, StreamName, StreamState
 from .sharing import claims_of, put_record
 from .spans import head_of, header_of, id_parts_until
@@ -178,6 +180,10 @@ def _share(
         if is_prefix(new, session.model):
             ids = read_ids(transaction, here, 0, here.n_faithful_tokens, session._where)
         put_record(transaction, archive._catalog, session.name, here, new, shrunk=shrunk)
+        if new.receipts is not None:
+            at, end = here.n_tokens, new.n_tokens
+            receipt = session_receipt(session.name, new, at, end, (), "range")
+            add_receipt(transaction, new.id, pack_receipt(receipt))
         if ids is not None:
             add_entries(transaction, new, session.model, ids)
         return n_shared

@@ -120,6 +120,8 @@ class SessionRecord:
         Whether eviction leaves it alone.
     finished
         Whether nothing is appended to it any more, nor taken back.
+    receipts
+        First token that receipts are about; None where commits leave none.
     created, updated
         Unix time of creation and of the last commit, seconds.
     metadata
@@ -143,6 +145,7 @@ class SessionRecord:
     post: bool = False
     pinned: bool = False
     finished: bool = False
+    receipts: int | None = None
     created: int = 0
     updated: int = 0
     metadata: Mapping[str, Any] = field(default_factory=dict)
@@ -196,6 +199,8 @@ class SessionRecord:
         data = _without_defaults(data, "n_tokens", "id_parts")
         if self.n_faithful is not None:
             data["faithful"] = self.n_faithful
+        if self.receipts is not None:
+            data["receipts"] = self.receipts
         return seal_record(SESSION_MAGIC, canonical_json(data))
 
 
@@ -280,7 +285,7 @@ def _session(data: dict[str, Any], names: list[StreamName], where: str) -> Sessi
         streams = {name: states[row] for name, row in zip(names, rows, strict=True)}
         if any(header > 1 for header in columns[3]):
             raise ValueError(f"header {columns[3]}")
-        faithful = data.get("faithful")
+        faithful, receipts = data.get("faithful"), data.get("receipts")
         parts = _parts(data.get("parts", []), names)
         id_parts = _owners_and_stops(parts)
         if "id_parts" in data:
@@ -303,6 +308,7 @@ def _session(data: dict[str, Any], names: list[StreamName], where: str) -> Sessi
             post=bool(data.get("post", 0)),
             pinned=bool(data.get("pinned", 0)),
             finished=bool(data.get("finished", 0)),
+            receipts=None if receipts is None else _tokens(receipts),
             created=read_count(data.get("created", 0)),
             updated=read_count(data.get("updated", 0)),
             metadata=_object(data.get("metadata", {})),
@@ -319,7 +325,7 @@ def _check(record: SessionRecord, where: str) -> None:
     """Raise `Corrupt` for a record whose numbers cannot be true together."""
     n = record.n_tokens
     stops = [0, *(stop for _, stop in record.id_parts)]
-    if not _rises(stops, n) or record.first > n:
+    if not _rises(stops, n) or record.first > n or (record.receipts or 0) > n:
         raise Corrupt(f"{where}: session record: {n} tokens, ids {stops}, first {record.first}")
     for stream, state in record.streams.items():
         ends = [0, *(part.stops[stream] for part in record.parts)]

@@ -17,6 +17,7 @@ from . import keys
 from .backend import Snapshot, Transaction
 from .identity import Model
 from .prefix_upkeep import unindex
+from .receipts import delete_receipts
 from .session_record import MAX_PARTS, MAX_TOKENS, SessionRecord, StreamName
 from .spans import head_of, header_of, id_parts_until, id_spans, spans_of
 from .token_ids import CHUNK_TOKENS
@@ -241,6 +242,7 @@ def delete_record(
     """Delete a session, and what it alone needed."""
     transaction.delete(keys.session_key(name))
     catalog.forget(name)
+    delete_receipts(transaction, record.id)
     model = catalog.model(transaction, record.model)
     for key in user_keys(record, model):
         transaction.delete(key)
@@ -251,6 +253,7 @@ def delete_record(
 
 def delete_unreadable(transaction: Transaction, catalog: Catalog, session: int) -> None:
     """Delete what a session alone used whose record is gone and could not be read."""
+    delete_receipts(transaction, session)
     used = []
     for key, _ in transaction.sizes(keys.USER):
         try:

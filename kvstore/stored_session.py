@@ -19,6 +19,7 @@ from .info import SessionInfo, session_info
 from .matching import Promise
 from .outputs import check_out, outs_of_layers
 from .reader import Reader, Request
+from .receipts import SessionReceipt, stored_receipts
 from .session_record import SessionRecord
 from .token_ids import Ids, read_ids
 from .token_range import check_range, check_token
@@ -88,6 +89,53 @@ class StoredSession:
     def n_frames_read(self) -> int:
         """Stored frames that reads of this object have decoded so far: a range costs its own."""
         return self._reader.n_frames_read
+
+    def receipts(self) -> list[SessionReceipt]:
+        """Return what is stored of receipts, one for each commit that added tokens, in their order.
+
+        Empty for a session that was created without ``receipts=True``.
+
+        Raises
+        ------
+        Truncated, Corrupt, Unsupported
+            A receipt is damaged, or of a newer release.
+        NotFound
+            The session has been deleted.
+        """
+        with self._archive._read() as snapshot:
+            record = self._record(snapshot)
+            return [found for _, found in stored_receipts(snapshot, record.id, self._where)]
+
+    def decode_receipt(self, k: Any, v: Any = None, *, start: int | None = None) -> SessionReceipt:
+        """Return a decode receipt of values that were read: their digests, and those of the frames.
+
+        Nothing is stored.
+
+        Parameters
+        ----------
+        k, v : (layers, heads, n, head_dim)
+            What `read_all` returned, on the host: arrays, or lists of an array per layer with None
+            where there is none. Layers that were not read may be None.
+        start
+            Position of the first token, as `read_all` was asked; None for the first of each stream.
+
+        Raises
+        ------
+        InvalidArgument
+            Arrays of another geometry, or of tokens that are not there.
+        Truncated, Corrupt, Unsupported, NotFound
+            As `read`: frames are read again for their digests.
+        """
+        from .receipt_making import decode_receipt, hashed
+
+        values = hashed(self.model, k, v, self._where)
+        with self._archive._read() as snapshot:
+            record = self._record(snapshot)
+            firsts = {
+                (layer, kind): check_range(record, layer, kind, start, None, self._where, None)[0]
+                for layer, kind in values
+            }
+            return decode_receipt(snapshot, self._reader, self._name, record, values, firsts)
 
     def read(
         self,

@@ -31,6 +31,7 @@ from kvcodecs.raw import Raw
 from kvcodecs.spec import F32, Kind, KState, StreamSpec
 
 from . import keys
+from .codings import Coding
 from .newest import Newest
 from .records import HEADER_MAGIC, located
 from .session_record import StreamState
@@ -121,6 +122,8 @@ class StreamWriter:
         self._dirty = False
         # What a commit keeps as it is.
         self._newest = Newest(last_tokens(config))
+        #: Called with number and bytes of each block that is sealed.
+        self.on_frame: Callable[[int, bytes], None] | None = None
 
     @property
     def state(self) -> StreamState:
@@ -129,6 +132,16 @@ class StreamWriter:
         if self._params is None:
             n_head = self.end - self._state.start
         return replace(self._state, n_head=n_head, has_header=self._params is not None)
+
+    @property
+    def coding(self) -> Coding | None:
+        """How the blocks are coded; None before the header is fixed."""
+        return None if self._params is None else Coding(self._codec, self._params, self._tag)
+
+    @property
+    def block(self) -> int:
+        """Number of the block that is not full yet."""
+        return self._block
 
     @property
     def sealed_bytes(self) -> int:
@@ -358,7 +371,10 @@ class StreamWriter:
                 self._encoder.push(np.ascontiguousarray(chunk[:, at:end]), self._n_threads)
             at = end
             if self._encoder.n_tokens == block_tokens:
-                self._sealed.append((self._block, self._block_frame(self._encoder)))
+                frame = self._block_frame(self._encoder)
+                self._sealed.append((self._block, frame))
+                if self.on_frame is not None:
+                    self.on_frame(self._block, frame)
                 self._block, self._encoder = self._block + 1, None
                 if on_seal is not None:
                     on_seal()

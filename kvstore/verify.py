@@ -28,6 +28,7 @@ from .passing import Passing
 from .pieces import Piece, all_pieces, count_frames
 from .prefix_upkeep import expected_entries
 from .reader import Reader
+from .receipt_checks import check_receipts, read_receipts
 from .records import check_archive, unpack_identity
 from .session_record import SessionRecord, StreamName
 from .shared_objects import check_object
@@ -61,6 +62,10 @@ class Report:
         Empty if the archive is sound.
     n_leftover
         Values that no session names: harmless, removed by `Archive.gc`.
+    receipts
+        Whether receipts were checked against what they are of.
+    n_receipts, n_without
+        Receipts there are, and sessions that have none.
     """
 
     problems: list[Problem] = field(default_factory=list)
@@ -70,6 +75,9 @@ class Report:
     n_values: int = 0
     n_leftover: int = 0
     decoded: bool = False
+    receipts: bool = False
+    n_receipts: int = 0
+    n_without: int = 0
 
     @property
     def ok(self) -> bool:
@@ -84,6 +92,7 @@ def verify(
     archive: OpenArchive,
     *,
     decode: bool = False,
+    receipts: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Report:
     """Check a whole archive against one snapshot of it.
@@ -92,6 +101,9 @@ def verify(
     ----------
     decode
         Also decode every block.
+    receipts
+        Also check every receipt against the frames, parameters and errors that are stored, and
+        whether there are receipts for all tokens that there should be.
     progress
         Called with entries checked and entries in all.
 
@@ -104,7 +116,7 @@ def verify(
     -----
     Pages of LMDB's own have no checksum: a damaged one can stop the process (FORMAT.md 6).
     """
-    report = Report(decoded=decode)
+    report = Report(decoded=decode, receipts=receipts)
     with archive._read() as snapshot:
         every = {key for key, _ in snapshot.sizes(b"")}
         seen: set[bytes] = set()
@@ -216,6 +228,15 @@ def _check_session(
     except KvError as error:
         report.add(where, error)
         return
+    yield from (key for key, _ in snapshot.sizes(keys.receipts_prefix(record.id)))
+
+    def on_receipt_error(spot: str, error: KvError) -> None:
+        located = type(error)(f"{archive.path}: {where} {spot}: {error}")
+        report.add(f"{where} {spot}", located)
+
+    found = read_receipts(snapshot, record, on_receipt_error)
+    report.n_receipts += len(found.receipts) + found.n_bad
+    report.n_without += record.receipts is None
     reader = Reader(model, f"{archive.path}: {where}")
     n_frames = count_frames(record)
     # A range can be there more than once. Too many are not worth a look at each, nor a line.
@@ -252,6 +273,8 @@ def _check_session(
             # Nothing is read from it, but the session may be taken back to its end.
             yield keys.stream_key(keys.HEAD, head.owner, layer, kind)
     passing.release()
+    if report.receipts:
+        check_receipts(snapshot, reader, record, found, on_receipt_error)
     if record.has_ids:
         yield from _check_ids(snapshot, record, where, reader.where, report)
 

@@ -27,6 +27,8 @@ from .layout import make_streams
 from .pieces import pieces
 from .prefix_upkeep import PrefixKeys
 from .reader import Reader
+from .receipt_making import Ledgers
+from .receipts import add_receipt
 from .room import Room
 from .session_record import MAX_TOKENS, SessionRecord, StreamName
 from .shared_objects import put_all
@@ -78,6 +80,7 @@ class SessionWriter:
         #: Position from which on the KV is of another context than the session's own tokens.
         self.foreign_from: int | None = None
         self._is_whole = True
+        self._ledgers = None if record.receipts is None else Ledgers(self._streams)
         self._resume(record, reader, snapshot)
 
     @property
@@ -119,6 +122,8 @@ class SessionWriter:
         n_workers = min(n_threads, len(tensors)) if n_values >= _MANY_VALUES else 1
         prepared = self._prepare_all(tensors, starts, k_state, stored or {}, n_workers)
         self._is_whole = False
+        if self._ledgers is not None:
+            self._ledgers.add(tensors)
         self._push_all(prepared, n_workers, max(1, n_threads // n_workers))
         if ids is not None and n_new:
             self._ids.append(ids)
@@ -154,6 +159,9 @@ class SessionWriter:
         new_ids, foreign_from = self._new_ids(), self.foreign_from
         # In key order: a tree that grows at its end fills its pages.
         puts = sorted(by_key.items())
+        receipt = None
+        if self._ledgers is not None:
+            receipt = self._ledgers.receipt(self.name, self.record, self.n_tokens, by_key)
 
         def store(transaction: Transaction) -> SessionRecord:
             stored = self.stored(transaction)
@@ -178,14 +186,18 @@ class SessionWriter:
             put_all(transaction, puts)
             self._prefix.grow(transaction, stored, record, new_ids)
             put_record(transaction, self._catalog, self.name, stored, record, shrunk=shrunk)
+            if receipt is not None:
+                add_receipt(transaction, record.id, receipt)
             return record
 
-        n_bytes = sum(len(value) for _, value in puts if value is not None)
+        n_bytes = len(receipt or b"") + sum(len(v) for _, v in puts if v is not None)
         record = self._room.write(store, keep=(self.record.id,), n_bytes=n_bytes)
         self._room.note_use(record.id)
         self._prefix.committed()
         for stream in self._streams.values():
             stream.committed()
+        if self._ledgers is not None:
+            self._ledgers.reset()
         self._forget_full_chunks()
         self.record = record
         return record

@@ -10,11 +10,14 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Literal, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, cast
 
 from .digests import bytes_digest, canonical_json, document_digest, is_digest
 from .errors import Corrupt, InvalidArgument, Unsupported
 from .frame import BytesLike, ErrorStats
+
+if TYPE_CHECKING:
+    from .codec import BlockCodec
 
 SCHEMA: Final = "kvstore_receipt_v1"
 _FAMILY: Final = "kvstore_receipt_v"
@@ -200,6 +203,20 @@ def frame_digest(frame: BytesLike, *more: BytesLike) -> str:
 def stream_profile_digest(codec_number: int, stream_header: BytesLike) -> str:
     """Return the digest of a stream's codec and its packed stream header."""
     return bytes_digest(_STREAM_DOMAIN, bytes([codec_number]), stream_header)
+
+
+def raw_parts(
+    codec: BlockCodec, params: Any, payload: BytesLike, n_tokens: int
+) -> tuple[bool, tuple[str, ...]]:
+    """Return whether a block has coded values, and why it has raw ones, each reason once.
+
+    A codec that keeps some values raw has a method of this name; what others store is coded.
+    """
+    of_codec = getattr(codec, "raw_parts", None)
+    if of_codec is None:
+        return True, ()
+    found: tuple[bool, tuple[str, ...]] = of_codec(params, payload, n_tokens)
+    return found
 
 
 def known_error(error: ErrorStats) -> tuple[float | None, float | None]:

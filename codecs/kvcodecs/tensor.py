@@ -33,7 +33,7 @@ def check_tensor(x: npt.NDArray[np.generic], spec: StreamSpec, where: str) -> No
     InvalidArgument
         Another dtype or shape; the message starts with `where`.
     """
-    if not _is_float(x.dtype):
+    if not is_float(x.dtype):
         raise InvalidArgument(
             f"{where}: dtype {x.dtype}, expected float16, bfloat16, float32 or float64"
         )
@@ -60,5 +60,6 @@ def as_float32(x: npt.NDArray[np.generic]) -> F32:
         return np.ascontiguousarray(x, dtype=np.float32)
 
 
-def _is_float(dtype: np.dtype[np.generic]) -> bool:
+def is_float(dtype: np.dtype[np.generic]) -> bool:
+    """Whether it is float16, bfloat16, float32 or float64."""
     return dtype == _BFLOAT16 or (dtype.kind == "f" and dtype.itemsize in (2, 4, 8))

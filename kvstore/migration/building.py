@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from kvcodecs.errors import Corrupt
 
 from .. import keys
 from ..backend import Lease, Transaction
-from ..catalog import _writer_name
+from ..catalog import writer_name
 from ..records import pack_archive
 from ..session_record import load_session, unpack_session
 from .needed import Item, make_item
@@ -35,6 +35,7 @@ class Building(Migration):
         if self.resume:
             forget_lists(self.target)
         self._made: dict[str, bytes] = {}
+        self._receipts: dict[str, Mapping[bytes, bytes]] = {}
         self._leases: dict[int, Lease] = {}
         self._under_way: deque[Item] = deque()
         try:
@@ -81,6 +82,7 @@ class Building(Migration):
         made, _ = self.recode(item)
         self._release()
         self._made[item.name] = made.value
+        self._receipts[item.name] = made.receipts
         self.note_recoded(item)
 
     def _hold_all(self, item: Item) -> None:
@@ -106,7 +108,7 @@ class Building(Migration):
             return item
         data = load_session(value, name, item.where)
         record = unpack_session(data, item.model.streams(), item.where)
-        return make_item(name, value, record, item.model, item.where)
+        return make_item(name, value, record, item.model, item.where, self._receipts[name])
 
     def _groups(self) -> Iterator[list[str]]:
         for at in range(0, len(self.plan.order), _TOGETHER):
@@ -123,7 +125,7 @@ class Building(Migration):
     def _put_records(self, transaction: Transaction) -> None:
         for name in self.plan.order:
             transaction.put(keys.session_key(name), self._outcome(name).value)
-        about = {"writer": _writer_name(), "created": int(time.time())}
+        about = {"writer": writer_name(), "created": int(time.time())}
         transaction.put(keys.ARCHIVE, pack_archive(about))
 
     def _check_records(self) -> None:

@@ -7,8 +7,8 @@ place), since damage must not move on in silence.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from kvcodecs.errors import Corrupt, KvError
@@ -21,6 +21,7 @@ from ..catalog import Catalog
 from ..identity import Model
 from ..pieces import Piece, all_pieces
 from ..reader import Reader
+from ..receipts import checked_receipts
 from ..session_record import SessionRecord, StreamName
 from ..shared_objects import needs_of, objects_of
 from ..sharing import Claim, claims_of
@@ -44,6 +45,8 @@ class Item:
         Archive and session, for messages.
     claims
         What it needs of which owner.
+    receipts
+        Its receipts as stored, by key.
     """
 
     name: str
@@ -52,6 +55,7 @@ class Item:
     model: Model
     where: str
     claims: dict[int, Claim]
+    receipts: Mapping[bytes, bytes] = field(default_factory=dict)
 
 
 class Stored(NamedTuple):
@@ -84,12 +88,20 @@ def load_item(snapshot: Snapshot, catalog: Catalog, name: str) -> Item:
     record = catalog.record(snapshot, name, fresh=True)
     value = bytes(snapshot.get(keys.session_key(name)) or b"")
     model = catalog.model(snapshot, record.model)
-    return make_item(name, value, record, model, f"{catalog.path}: session {name!r}")
+    where = f"{catalog.path}: session {name!r}"
+    return make_item(name, value, record, model, where, checked_receipts(snapshot, record, where))
 
 
-def make_item(name: str, value: bytes, record: SessionRecord, model: Model, where: str) -> Item:
+def make_item(
+    name: str,
+    value: bytes,
+    record: SessionRecord,
+    model: Model,
+    where: str,
+    receipts: Mapping[bytes, bytes] | None = None,
+) -> Item:
     """Return a session with this record, which is stored as `value`."""
-    return Item(name, value, record, model, where, claims_of(record))
+    return Item(name, value, record, model, where, claims_of(record), receipts or {})
 
 
 class Ranges:

@@ -42,6 +42,7 @@ def publish(transaction: Transaction, catalog: Catalog, item: Item, ids: Ids | N
     if ids is not None:
         add_all_entries(transaction, item.record, item.model, ids)
     put_record(transaction, catalog, item.name, None, item.record)
+    _put_receipts(transaction, item)
     transaction.put(keys.session_key(item.name), item.value)  # every byte, whoever wrote them
 
 
@@ -52,6 +53,12 @@ def enlist(transaction: Transaction, catalog: Catalog, item: Item, ids: Ids | No
         add_all_entries(transaction, item.record, item.model, ids)
     for key in user_keys(item.record, item.model):
         transaction.put(key, item.name.encode("utf-8"))
+    _put_receipts(transaction, item)
+
+
+def _put_receipts(transaction: Transaction, item: Item) -> None:
+    for key, value in item.receipts.items():
+        transaction.put(key, value)
 
 
 def add_all_entries(
@@ -84,8 +91,8 @@ def _entries(chain: Chain, ids: Ids, begin: int, stop: int, owner: int) -> list[
 
 
 def forget_lists(target: Target) -> None:
-    """Remove users and index from an archive to be, which an earlier try has left."""
-    for prefix in (keys.USER, keys.PREFIX):
+    """Remove users, index and receipts from an archive to be, which an earlier try has left."""
+    for prefix in (keys.USER, keys.PREFIX, keys.RECEIPT):
         while _delete_some(target, prefix):
             pass
 

@@ -16,6 +16,7 @@ that its streams start where the first block that was kept does.
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -32,10 +33,13 @@ from ..backend import Snapshot, Transaction
 from ..layout import make_streams
 from ..metadata import canonical_json
 from ..passing import Passing
-from ..pieces import Piece, pieces
+from ..pieces import Piece, all_pieces, pieces
 from ..reader import Reader
+from ..receipt_making import receipt_of_stored, session_receipt
+from ..receipts import pack_receipt
 from ..session_record import SessionRecord, StreamName, StreamState
 from ..shared_objects import put_all
+from ..source_digests import SourceHasher
 from ..spans import head_of, spans_of
 from ..stored_frame import first_value
 from ..stored_rows import StoredRows, stored_rows
@@ -84,6 +88,7 @@ def recoded_record(item: Item, codecs: Mapping[Kind, CodecConfig]) -> SessionRec
         parts=(),
         id_parts=(),
         n_recoded=record.n_recoded + (not _is_copied(record, codecs)),
+        receipts=None if record.receipts is None else record.first,
     )
 
 
@@ -321,6 +326,37 @@ def whole_stream(snapshot: Snapshot, new: SessionRecord, stream: StreamName) -> 
     if snapshot.get(keys.stream_key(keys.HEAD, new.owner, *stream)) is not None:
         return replace(state, n_head=n_tokens)
     return None
+
+
+def recoding_receipt(
+    source: Snapshot, item: Item, target: Snapshot, new: SessionRecord, where: str
+) -> dict[bytes, bytes]:
+    """Return the receipt of a session that was coded anew, by key; nothing if it keeps none.
+
+    Its source is what the old frames decode to, in the coded domain.
+    """
+    first, stop, now = item.record.first, new.n_tokens, int(time.time())
+    if new.receipts is None or first == stop:
+        return {}
+    old, reader, receipts = Reader(item.model, item.where), Reader(item.model, where), []
+    for stream in new.streams:
+        spec = item.model.stream(*stream)
+        hasher = SourceHasher(spec.heads, spec.head_dim)
+        begin = max(first, item.record.streams[stream].start)
+        passing = Passing(source)
+        for piece in pieces(item.record, *stream, begin, stop):
+            decoded = old.decode(source, piece, *stream)
+            hasher.update(decoded.coded)
+            passing.add(decoded.payload)
+        passing.release()
+        todo, n_tokens = all_pieces(new, *stream), hasher.n_tokens
+        receipts.append(
+            receipt_of_stored(
+                target, reader, new, stream, todo, hasher.digest(), n_tokens, now, "compress"
+            )
+        )
+    receipt = session_receipt(item.name, new, first, stop, receipts, "recode", now)
+    return {keys.receipt_key(new.id, 0): pack_receipt(receipt)}
 
 
 def recode_ids(snapshot: Snapshot, item: Item, new: SessionRecord, target: Target) -> int:

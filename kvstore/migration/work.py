@@ -22,7 +22,7 @@ from .moving import Mover, Target, compare
 from .needed import Item, Ranges, ids_of, make_item, values_of
 from .plan import Plan
 from .publishing import indexed_ids
-from .recoding import recode_ids, recode_stream, recoded_record, whole_stream
+from .recoding import recode_ids, recode_stream, recoded_record, recoding_receipt, whole_stream
 
 Progress: TypeAlias = Callable[[int, int], object]
 
@@ -192,7 +192,9 @@ class Migration:
             self.done.n_bytes += n_bytes
         self.done.n_bytes += recode_ids(self.plan.snapshot, item, new, self.target)
         new = replace(new, streams={stream: states[stream] for stream in new.streams})
-        made = make_item(item.name, new.pack(item.name), new, item.model, where)
+        with self.target.backend.read() as there:
+            receipts = recoding_receipt(self.plan.snapshot, item, there, new, where)
+        made = make_item(item.name, new.pack(item.name), new, item.model, where, receipts)
         if self.verify:
             with self.target.backend.read() as there:
                 check_values(there, made)
