@@ -171,12 +171,14 @@ class SessionInfo:
         return sum(stream.header_bytes for stream in self.streams)
 
     @property
+    def objects(self) -> dict[bytes, int]:
+        """Bytes of the objects that its stream headers need, and of their keys, by digest."""
+        return {digest: n for stream in self.streams for digest, n in stream.objects.items()}
+
+    @property
     def object_bytes(self) -> int:
-        """Objects that its stream headers need, such as codebooks, with their keys; each once."""
-        objects: dict[bytes, int] = {}
-        for stream in self.streams:
-            objects.update(stream.objects)
-        return sum(objects.values())
+        """All of `objects`."""
+        return sum(self.objects.values())
 
     @property
     def total_bytes(self) -> int:

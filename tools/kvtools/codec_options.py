@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
-from kvcodecs.codec import CodecConfig
+from kvcodecs.codec import CodecConfig, config_by_name
 from kvcodecs.spec import KINDS, Kind
 
 import kvstore
@@ -14,8 +15,21 @@ import kvstore
 POLICIES = ("rel_step", "step", "max_error", "rmse", "bpv")
 #: Options that a codec with a quantiser takes.
 STEP_OPTIONS = (*POLICIES, "sink", "sink_div")
+#: Options that FibQuant takes, and what it calls them.
+FIB_OPTIONS = {
+    "block_dim": "block_dim",
+    "codebook_size": "codebook_size",
+    "rotation": "rotation",
+    "seed": "seed",
+    "axis": "axis",
+    "raw_first": "first_tokens",
+    "raw_last": "last_tokens",
+    "raw_layers": "raw_layers",
+    "raw_heads": "raw_heads",
+    "on_failure": "on_failure",
+}
 #: All options of codecs.
-CODEC_OPTIONS = ("k_codec", "v_codec", *STEP_OPTIONS)
+CODEC_OPTIONS = ("k_codec", "v_codec", *STEP_OPTIONS, *FIB_OPTIONS)
 
 _WITH_STEP: dict[str, type[kvstore.KVR1] | type[kvstore.TKV1]] = {
     "kvr1": kvstore.KVR1,
@@ -32,11 +46,13 @@ def codec_configs(
     `raw_dtypes` are what raw values of each are kept in.
     """
     names: dict[Kind, str] = {kind: getattr(args, f"{kind}_codec") or args.codec for kind in KINDS}
-    options = _options(args)
-    if options and not any(name in _WITH_STEP for name in names.values()):
-        asked = " and ".join(dict.fromkeys(names.values()))
-        args.parser.error(f"{_flag(next(iter(options)))} does not go with --codec {asked}")
-    return {kind: _config(name, options, raw_dtypes[kind]) for kind, name in names.items()}
+    given = given_options(args)
+    taken = {option for name in names.values() for option in _options_of(name)}
+    for option in given:
+        if option not in taken:
+            asked = " and ".join(dict.fromkeys(names.values()))
+            args.parser.error(f"{_flag(option)} does not go with --codec {asked}")
+    return {kind: _config(name, given, raw_dtypes[kind]) for kind, name in names.items()}
 
 
 def codec_config(args: argparse.Namespace, raw_dtype: str = "float32") -> CodecConfig:
@@ -55,15 +71,31 @@ def other_codecs(args: argparse.Namespace) -> dict[Kind, CodecConfig] | None:
     return None
 
 
-def _options(args: argparse.Namespace) -> dict[str, Any]:
-    return {name: value for name in STEP_OPTIONS if (value := getattr(args, name)) is not None}
+def given_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of codecs that were given, whatever the codec."""
+    options = (*STEP_OPTIONS, *FIB_OPTIONS)
+    return {name: value for name in options if (value := getattr(args, name)) is not None}
+
+
+def _options_of(name: str) -> tuple[str, ...]:
+    if name in _WITH_STEP:
+        return STEP_OPTIONS
+    if name == "fibquant":
+        return tuple(FIB_OPTIONS)
+    # The scheme says what the codebook is.
+    is_fib = name.startswith("fibquant.")
+    return tuple(set(FIB_OPTIONS) - {"block_dim", "codebook_size"}) if is_fib else ()
 
 
 def _flag(option: str) -> str:
     return "--" + option.replace("_", "-")
 
 
-def _config(name: str, options: Mapping[str, Any], raw_dtype: str) -> CodecConfig:
+def _config(name: str, given: Mapping[str, Any], raw_dtype: str) -> CodecConfig:
+    options = {option: given[option] for option in _options_of(name) if option in given}
     if name in _WITH_STEP:
         return _WITH_STEP[name](**options)
+    if name.startswith("fibquant"):
+        fields = {FIB_OPTIONS[option]: value for option, value in options.items()}
+        return dataclasses.replace(cast(kvstore.FibQuant, config_by_name(name)), **fields)
     return kvstore.Raw(raw_dtype) if name == "raw" else kvstore.GGML(name)

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from kvcodecs.shared import short
+
 import kvstore
 from kvstore import ArchiveInfo, Model, SessionInfo, StreamInfo
 from kvstore.backend import ReaderInfo
@@ -63,6 +65,7 @@ def run_info(args: argparse.Namespace) -> int:
                 "used_bytes": about.used_bytes,
                 "quota_bytes": about.quota_bytes,
                 "index_bytes": about.index_bytes,
+                "object_bytes": about.object_bytes,
                 "n_pinned": about.n_pinned,
                 "n_readers": len(about.readers),
                 "oldest_reader": asdict(about.readers[0]) if about.readers else None,
@@ -92,6 +95,7 @@ def _show_archive(about: ArchiveInfo) -> None:
         ("quota", quota_text(about.quota_bytes)),
         ("frames", size_text(about.frame_bytes)),
         ("index", size_text(about.index_bytes)),
+        *((("codebooks", size_text(about.object_bytes)),) if about.object_bytes else ()),
         ("file / frames", number_text(about.overhead)),
     ]
     if about.readers:
@@ -130,6 +134,7 @@ def session_sizes(info: SessionInfo) -> dict[str, Any]:
         "n_values": info.n_values,
         "total_bytes": info.total_bytes,
         "shared_bytes": info.shared_bytes,
+        "object_bytes": info.object_bytes,
         "bits_per_value": info.bits_per_value,
         "ratio_fp16": info.ratio_fp16,
     }
@@ -179,6 +184,7 @@ def _stream_details(info: SessionInfo, stream: StreamInfo, window: int | None) -
         "heads": stream.heads,
         "head_dim": stream.head_dim,
         "codec": stream.codec,
+        "codebooks": [digest.hex() for digest in stream.objects],
         "step": stream.step,
         "lossless": stream.lossless,
         "bound": _bound(info, stream),
@@ -207,6 +213,10 @@ def _show_session(info: SessionInfo, *, layers: bool) -> None:
         ("tokens", _tokens_text(info)),
         ("K given", f"{'after' if info.k_state == 'post' else 'before'} RoPE ({info.k_state})"),
         ("codec", _codec_text(info)),
+        *(
+            (("codebook", f"{short(digest)}, {size_text(n_bytes)}"))
+            for digest, n_bytes in sorted(info.objects.items())
+        ),
         ("bits/value", number_text(info.bits_per_value)),
         ("ratio", ratio_text(info.ratio_fp16)),
         ("size", f"{size_text(info.total_bytes)} in {count_text(info.n_frames, 'frame')}"),
@@ -350,5 +360,12 @@ def _codec_text(info: SessionInfo) -> str:
 
 def codec_text(config: Mapping[str, object]) -> str:
     """Write a codec's configuration such as ``"tkv1 rel_step=0.25 sink=4"``."""
-    options = {k: v for k, v in config.items() if k != "codec" and v is not None}
-    return " ".join([str(config["codec"]), *(f"{k}={v}" for k, v in options.items())])
+    options = {k: v for k, v in config.items() if k != "codec" and v not in (None, [])}
+    name = str(config["codec"])
+    if "block_dim" in options:
+        name += f".{options.pop('block_dim')}x{options.pop('codebook_size')}"
+    return " ".join([name, *(f"{k}={_value_text(v)}" for k, v in options.items())])
+
+
+def _value_text(value: object) -> str:
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)

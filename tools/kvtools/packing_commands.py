@@ -9,6 +9,7 @@ from kvtools.values import (
     block_size,
     codec_name,
     count,
+    indices,
     integer,
     layer_list,
     path,
@@ -47,7 +48,8 @@ def add_codec(
         help="kvr1: frozen tables; tkv1: adapts to each block, several times slower, smaller where "
         "the spread of a channel changes from token to token or where a few values lie far beyond "
         "all others; raw: bit exact; ggml.SCHEME: a fixed rate, no step and no bound, with SCHEME "
-        f"one of {SCHEMES} (default: {default or otherwise})",
+        f"one of {SCHEMES}; fibquant: vectors as points of a codebook, see below "
+        f"(default: {default or otherwise})",
     )
     if kinds:
         for kind in ("k", "v"):
@@ -75,7 +77,60 @@ def add_codec(
     codec.add_argument(
         "--sink-div", type=positive_int, metavar="D", help="how many times finer (default: 16)"
     )
+    _add_fibquant(parser)
     return codec
+
+
+def _add_fibquant(parser: argparse.ArgumentParser) -> None:
+    fib = parser.add_argument_group(
+        "fibquant",
+        "Each head of a token is a norm and, rotated, --block-dim channels at a time, the index\n"
+        "of the nearest point of a codebook, which the archive keeps once. No step and no bound.",
+    )
+    fib.add_argument(
+        "--block-dim",
+        type=positive_int,
+        metavar="K",
+        help="channels to a point, a divisor of the head dim (default: 4); fibquant.KxN names both",
+    )
+    fib.add_argument(
+        "--codebook-size",
+        type=positive_int,
+        metavar="N",
+        help="points: log2(N) / K bits a value, and 16 for each vector (default: 256)",
+    )
+    fib.add_argument(
+        "--rotation",
+        choices=("hadamard", "haar"),
+        help="hadamard: fast; haar: a dense random matrix, 2 head dims of operations a value "
+        "(default: hadamard)",
+    )
+    fib.add_argument("--seed", type=count, metavar="S", help="of both (default: 42)")
+    fib.add_argument(
+        "--axis",
+        choices=("role_aware", "per_token", "per_channel", "raw"),
+        help="per_channel: less the mean of each channel, in its standard deviations; per_token: "
+        "as it is; role_aware: K per channel, V per token; raw: all is kept (default: role_aware)",
+    )
+    fib.add_argument(
+        "--raw-first", type=count, metavar="N", help="first tokens that are kept raw (default: 4)"
+    )
+    fib.add_argument(
+        "--raw-last",
+        type=count,
+        metavar="N",
+        help="last tokens that are kept raw, of each commit of a session (default: 0)",
+    )
+    fib.add_argument(
+        "--raw-layers", type=indices, metavar="LIST", help="layers that are kept raw, as 0,3,5-7"
+    )
+    fib.add_argument("--raw-heads", type=indices, metavar="LIST", help="heads, in all layers")
+    fib.add_argument(
+        "--on-failure",
+        choices=("keep_raw", "fail_closed"),
+        help="what happens to a vector that cannot be coded, of zeros or beyond float16 "
+        "(default: keep_raw)",
+    )
 
 
 def _add_pack(parser: argparse.ArgumentParser) -> None:

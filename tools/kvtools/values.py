@@ -20,6 +20,8 @@ from typing import Any
 MAX_NUMBER = 10**18
 #: Characters of a bad value that its error message quotes.
 _MAX_QUOTED = 60
+#: More than any number of layers or heads.
+MAX_INDEX = 1 << 16
 _BYTES = re.compile(r"([0-9]{1,30}(?:\.[0-9]{1,30})?) ?(?:([KMGT])(I?))?B?", re.ASCII)
 
 
@@ -64,6 +66,14 @@ def layer_list(text: str) -> list[range]:
     return spans
 
 
+def indices(text: str) -> tuple[int, ...]:
+    """Parse ``0,3,5-7`` into numbers, each below `MAX_INDEX`."""
+    found = layer_list(text)
+    if any(span.stop > MAX_INDEX for span in found):
+        raise _refuse(text, f"goes beyond {MAX_INDEX - 1}")
+    return tuple(itertools.chain.from_iterable(found))
+
+
 def shard(text: str) -> tuple[int, int, int, int]:
     """Parse ``rank/size:start-stop`` into these four."""
     group, colon, heads = text.partition(":")
@@ -97,8 +107,20 @@ def positive_int(text: str) -> int:
 
 
 def codec_name(text: str) -> str:
-    """Parse the name of a codec: ``kvr1``, or ``ggml.`` and a scheme, in any case."""
+    """Parse the name of a codec: ``kvr1``, or ``ggml.`` and a scheme, in any case.
+
+    FibQuant may name its codebook: ``fibquant.4x256``.
+    """
     name = text.lower()
+    if name.startswith("fibquant."):
+        from kvcodecs.codec import config_by_name
+        from kvcodecs.errors import KvError
+
+        try:
+            config_by_name(name)
+        except KvError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+        return name
     if name.startswith("ggml."):
         from kvcodecs.errors import InvalidArgument
         from kvcodecs.ggml.schemes import scheme_by_name
@@ -107,8 +129,9 @@ def codec_name(text: str) -> str:
             return f"ggml.{scheme_by_name(name).name}"
         except InvalidArgument as error:
             raise argparse.ArgumentTypeError(str(error)) from error
-    if name not in ("kvr1", "tkv1", "raw"):
-        raise _refuse(text, "is none of kvr1, tkv1, raw and ggml.SCHEME, such as ggml.q8_0")
+    if name not in ("kvr1", "tkv1", "raw", "fibquant"):
+        known = "kvr1, tkv1, raw, fibquant and ggml.SCHEME, such as ggml.q8_0"
+        raise _refuse(text, f"is none of {known}")
     return name
 
 

@@ -15,7 +15,7 @@ from kvcodecs.codec import CodecConfig
 from kvcodecs.errors import InvalidArgument
 
 from kvtools.bench.rows import Row, environment, write_csv
-from kvtools.codec_options import STEP_OPTIONS, codec_config
+from kvtools.codec_options import codec_config, given_options
 from kvtools.info import codec_text
 from kvtools.sample import Sample, load_sample
 from kvtools.terminal import listed, note, number_text, progress, show_json, show_table
@@ -166,10 +166,9 @@ def _memory(args: argparse.Namespace, config: CodecConfig, sample: Sample, path:
     from kvtools.bench.processes import measure_memory
 
     options = ["--codec", args.codec]
-    for name in STEP_OPTIONS:
-        value = getattr(args, name)
-        if value is not None:
-            options += ["--" + name.replace("_", "-"), str(value)]
+    for name, value in given_options(args).items():
+        text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        options += ["--" + name.replace("_", "-"), text]
     return measure_memory(sample, path, args.memory_mb, options)
 
 
