@@ -27,8 +27,10 @@ from kvtools import cli
 
 import kvstore
 
-# Started with nohup, the tests of closing terminals would find that children ignore it.
+# Started with nohup, or by a script in its background, the tests of signals would find that they
+# are ignored.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
