@@ -371,7 +371,7 @@ def test_a_few_processes_that_are_killed(path):
 @pytest.mark.slow
 def test_many_processes(path):
     make(path)
-    n_steps, *_ = run_workers(path, 8, 200, 25, seed=0)
+    n_steps, *_ = run_workers(path, 8, 200, 15, seed=0)
     assert n_steps > 200
     assert check_archive(path, empty=True) > 20
 
@@ -380,7 +380,7 @@ def test_many_processes(path):
 def test_many_processes_that_are_killed(path):
     make(path)
     for i in range(2):
-        _, n_kills, _ = run_workers(path, 8, 200, 12, seed=i, kills=True)
+        _, n_kills, _ = run_workers(path, 8, 200, 9, seed=i, kills=True)
         assert n_kills > 2
         check_archive(path)
     check_archive(path, empty=True)

@@ -145,4 +145,4 @@ def test_writers_that_are_killed(tmp_path):
 
 @pytest.mark.slow
 def test_many_writers_that_are_killed(tmp_path):
-    check_killed(tmp_path, 80)
+    check_killed(tmp_path, 40)
