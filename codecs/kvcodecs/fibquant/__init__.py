@@ -21,6 +21,9 @@ from .quality import (
     value_quality,
 )
 from .shape import TensorShape
+from .tensor import EncodedTensor
+from .tensor_decoder import DecodedTensor, decode_tensor
+from .tensor_encoder import encode_tensor
 
 __all__ = [
     "CODEC",
@@ -29,6 +32,8 @@ __all__ = [
     "CalibrationSummary",
     "CompressionPolicy",
     "Decision",
+    "DecodedTensor",
+    "EncodedTensor",
     "FallbackPolicy",
     "FibQuant",
     "KvProfile",
@@ -43,6 +48,8 @@ __all__ = [
     "book_of",
     "calibrate",
     "config_from_fields",
+    "decode_tensor",
+    "encode_tensor",
     "key_quality",
     "own_probes",
     "value_quality",

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..codec import Chunks
-from ..spec import F32, StreamSpec
+from ..spec import F32
 
 F64 = npt.NDArray[np.float64]
 
@@ -20,7 +20,7 @@ _LEAST: Final = 2.0**-14
 _LEAST_SHARE: Final = 2.0**-10
 
 
-def channel_statistics(spec: StreamSpec, chunks: Chunks, left_out: int) -> tuple[F32, F32]:
+def channel_statistics(heads: int, head_dim: int, chunks: Chunks, left_out: int) -> tuple[F32, F32]:
     """Return mean and scale of each channel, as float16 holds them.
 
     Parameters
@@ -33,16 +33,16 @@ def channel_statistics(spec: StreamSpec, chunks: Chunks, left_out: int) -> tuple
     n = sum(chunk.shape[1] for chunk in chunks())
     left_out = left_out if n > 2 * left_out else 0
     count = max(n - left_out, 1)
-    total = np.zeros(spec.channels)
+    total = np.zeros(heads * head_dim)
     for rows in _rows(chunks, left_out):
         total = _add(total, rows)
     mean = total / count
-    total = np.zeros(spec.channels)
+    total = np.zeros(heads * head_dim)
     for rows in _rows(chunks, left_out):
         rows -= mean
         rows *= rows
         total = _add(total, rows)
-    squares = (total / count).reshape(spec.heads, spec.head_dim)
+    squares = (total / count).reshape(heads, head_dim)
     typical = np.sqrt(squares.mean(axis=1, keepdims=True))
     scale = np.maximum(np.sqrt(squares), _LEAST_SHARE * typical)
     scale = np.where(typical == 0, 1.0, np.clip(scale, _LEAST, _LARGEST))

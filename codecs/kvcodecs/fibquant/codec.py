@@ -64,7 +64,7 @@ class FibQuantCodec:
             return FibParams(spec, all_raw=reason, fail_closed=fail_closed)
         mean = scale = None
         if config.axis_of(spec.kind) == "per_channel":
-            mean, scale = channel_statistics(spec, chunks, config.first_tokens)
+            mean, scale = channel_statistics(spec.heads, spec.head_dim, chunks, config.first_tokens)
         params = FibParams(
             spec,
             book or book_for(config.profile(spec.head_dim)),

@@ -173,7 +173,7 @@ def _transform(x: F32, at: int) -> None:
     width = _width(x.shape[1])
     part, h = x[:, at : at + width].copy(), 1
     while h < width:
-        pairs = part.reshape(len(x), -1, 2, h)
+        pairs = part.reshape(len(x), width // (2 * h), 2, h)
         a, b = pairs[:, :, 0], pairs[:, :, 1]
         part = np.stack([a + b, a - b], axis=2).reshape(len(x), width)
         h *= 2

@@ -1,0 +1,59 @@
+"""Vectors of tensors: decoded, and counted."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from .. import _core
+from ..errors import Corrupt
+from ..spec import F32
+from .book import Book
+from .payload import CODED, REASONS, U8, U16
+
+
+class Tally:
+    """Counts coded and raw vectors, and why they are raw: each reason once, first one first."""
+
+    def __init__(self) -> None:
+        self.n_coded = self.n_raw = 0
+        self.reasons: list[str] = []
+
+    def add(self, states: U8) -> None:
+        """Count the vectors of a payload, in their order."""
+        found, first, count = np.unique(states, return_index=True, return_counts=True)
+        for i in np.argsort(first):
+            if found[i] == CODED:
+                self.n_coded += int(count[i])
+                continue
+            self.n_raw += int(count[i])
+            reason = REASONS[int(found[i])]
+            if reason not in self.reasons:
+                self.reasons.append(reason)
+
+
+def decode_vectors(
+    book: Book,
+    norms: U16,
+    indices: U8,
+    heads: npt.NDArray[np.intp],
+    statistics: F32 | None,
+    *,
+    n_threads: int = 1,
+    where: str,
+) -> F32:
+    """Return coded vectors ``(n, head_dim)`` of heads ``(n,)``; `Corrupt` if they are none."""
+    values, bad = _core.fib_decode(book.core, norms, indices, n_threads)
+    if bad >= 0:
+        raise Corrupt(f"{where}: coded vector {bad} has no such norm or codeword")
+    if statistics is not None:
+        mean, scale = statistics
+        values *= scale[heads]
+        values += mean[heads]
+    check_finite(values, where)
+    return values
+
+
+def check_finite(values: F32, where: str) -> None:
+    if not np.isfinite(values).all():
+        raise Corrupt(f"{where}: a value is not finite")
