@@ -25,6 +25,7 @@ NB_MODULE(_core, m) {
   kv::bindings::bind_kvr1(m);
   kv::bindings::bind_ggml(m);
   kv::bindings::bind_fibquant(m);
+  kv::bindings::bind_fibquant_build(m);
   kv::bindings::bind_attention(m);
   kv::bindings::bind_memory(m);
   kv::bindings::bind_checksum(m);

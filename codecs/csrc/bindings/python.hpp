@@ -22,6 +22,7 @@ using namespace nb::literals;
 void bind_attention(nb::module_& m);
 void bind_checksum(nb::module_& m);
 void bind_fibquant(nb::module_& m);
+void bind_fibquant_build(nb::module_& m);
 void bind_ggml(nb::module_& m);
 void bind_headers(nb::module_& m);
 void bind_kvr1(nb::module_& m);

@@ -8,11 +8,11 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from .._core import fib_training_vectors
 from ..errors import InvalidArgument
 from .beta import beta_quantile
 from .lloyd import LloydReport, refine
 from .profile import CODEBOOK_VERSION, Profile
-from .reference.codebook import spherical_beta
 
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
@@ -47,7 +47,7 @@ def build_codewords(profile: Profile) -> tuple[F32, LloydReport]:
             f"training_samples {profile.training_samples} of {k} values: at most "
             f"{_MOST_TRAINING_VALUES} values; use fewer"
         )
-    samples = spherical_beta(
+    samples = fib_training_vectors(
         profile.codebook_seed ^ _TRAINING_SEED, d, k, max(profile.training_samples, n)
     )
     codewords, report = refine(profile, samples, initial_codewords(d, k, n))
@@ -65,8 +65,12 @@ def radii(d: int, k: int, n: int) -> F64:
     if k == 2:
         square: F64 = 1.0 - (1.0 - q) ** (4.0 / d)
         return np.sqrt(square)
-    b = k / (k + 2.0) * ((d - k - 2.0) / 2.0) + 1.0
-    return np.sqrt(beta_quantile(q, k / 2.0, b))
+    return np.sqrt(beta_quantile(q, k / 2.0, paper_beta(d, k)))
+
+
+def paper_beta(d: int, k: int) -> float:
+    """Return the second parameter of the squared radii's beta distribution."""
+    return k / (k + 2.0) * ((d - k - 2.0) / 2.0) + 1.0
 
 
 def directions(k: int, n: int) -> F64:

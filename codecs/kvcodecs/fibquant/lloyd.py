@@ -9,10 +9,11 @@ from typing import Any, Final, Self
 import numpy as np
 import numpy.typing as npt
 
+from .._core import fib_nearest_float64
 from ..errors import Corrupt, InvalidArgument
+from ..plan import available_cpus
 from .profile import Profile
-from .reference.codebook import nearest
-from .reference.rotation import haar
+from .rotation import haar
 
 F64 = npt.NDArray[np.float64]
 Cells = npt.NDArray[np.uint32]
@@ -104,13 +105,13 @@ def refine(profile: Profile, samples: F64, initial: F64) -> tuple[F64, LloydRepo
         An empty cell that cannot be mended, or may not be.
     """
     best = initial
-    init_mse = best_mse = float(np.mean(nearest(samples, initial)[1]))
+    init_mse = best_mse = float(np.mean(_nearest(samples, initial)[1]))
     best_restart = 0
     events: list[RepairEvent] = []
     for restart in range(profile.lloyd_restarts):
         codewords = initial if restart == 0 else _rotated(initial, profile, restart)
         for iteration in range(profile.lloyd_iterations):
-            cells, distances = nearest(samples, codewords)
+            cells, distances = _nearest(samples, codewords)
             codewords, counts = _centroids(samples, cells, len(initial))
             repair = _Repair(samples, cells, distances, codewords, counts)
             for empty in np.flatnonzero(counts == 0).tolist():
@@ -121,7 +122,7 @@ def refine(profile: Profile, samples: F64, initial: F64) -> tuple[F64, LloydRepo
                         "samples, or split_highest_distortion"
                     )
                 events.append(repair.fill(empty, restart, iteration))
-        mse = float(np.mean(nearest(samples, codewords)[1]))
+        mse = float(np.mean(_nearest(samples, codewords)[1]))
         if mse < best_mse:
             best, best_mse, best_restart = codewords, mse, restart
     return best, LloydReport(
@@ -178,6 +179,10 @@ class _Repair:
         self._counts[empty] = 1
         self._distortion[[donor, empty]] = 0.0
         return event
+
+
+def _nearest(samples: F64, codewords: F64) -> tuple[Cells, F64]:
+    return fib_nearest_float64(samples, np.ascontiguousarray(codewords), available_cpus())
 
 
 def _centroids(samples: F64, cells: Cells, n: int) -> tuple[F64, npt.NDArray[np.int64]]:

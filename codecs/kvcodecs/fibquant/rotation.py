@@ -10,11 +10,13 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from .._core import fib_draws, fib_haar_columns
 from ..digests import document_digest
+from ..plan import available_cpus
 from .profile import Profile
-from .reference.rotation import haar, hadamard_signs
 
 F32 = npt.NDArray[np.float32]
+F64 = npt.NDArray[np.float64]
 
 _SCHEMA: Final = "fib_rotation_v1"
 
@@ -30,6 +32,21 @@ def build_rotation(profile: Profile) -> F32:
     """
     build = haar if profile.rotation == "haar" else hadamard_signs
     return np.ascontiguousarray(build(profile.rotation_seed, profile.ambient_dim), np.float32)
+
+
+def haar(seed: int, d: int) -> F64:
+    """Return a random rotation ``(d, d)``: Q of the QR factors of normals, R's diagonal positive.
+
+    The same bits whatever the number of threads.
+    """
+    return fib_haar_columns(seed, d, available_cpus()).T
+
+
+def hadamard_signs(seed: int, d: int) -> F32:
+    """Return random signs ``(2, d)``."""
+    words = fib_draws(seed, (2 * d + 63) // 64, "bits").astype("<u8")
+    bits = np.unpackbits(words.view(np.uint8), bitorder="little")[: 2 * d]
+    return np.float32(1) - np.float32(2) * bits.reshape(2, d).astype(np.float32)
 
 
 def rotation_shape(profile: Profile) -> tuple[int, int]:
