@@ -41,6 +41,18 @@ void make_book(Book* book, kv_u32 rotation, const Array2<float>& data, const Arr
                   fib::Codewords(codewords.data(), (kv_u32)n, (kv_u32)k)};
 }
 
+using Shown = nb::ndarray<nb::numpy, const float>;
+
+Shown rotation_data(const Book& book) {
+  const std::size_t shape[] = {book.rotation_data.size() / book.d, book.d};
+  return Shown(book.rotation_data.data(), 2, shape, nb::handle());
+}
+
+Shown codewords(const Book& book) {
+  const std::size_t shape[] = {book.codewords.n(), book.codewords.k()};
+  return Shown(book.codewords.values(), 2, shape, nb::handle());
+}
+
 // State, norms, indices, and the largest error and the sum of squared ones of the vectors that are coded.
 nb::tuple fib_encode(const Book& book, const Array3<float>& x, std::optional<Array1<float>> mean,
                      std::optional<Array1<float>> scale, const Array2<kv_u8>& keep, unsigned n_threads, int level) {
@@ -108,31 +120,60 @@ kv_u32 fib_check_payload(nb::handle data, kv_u64 n_vectors, kv_u32 index_bytes, 
   return fib::check_payload(payload.bytes(), payload.size(), n_vectors, index_bytes, head_dim, parts);
 }
 
-// blocks: bytes of rows.BLOCK_DTYPE, streams: bytes of fib::Stream. Returns one status a block.
+// A plan's tables, as Python has them. blocks: bytes of rows.BLOCK_DTYPE, streams: bytes of fib::Stream.
+struct PlanTables {
+  fib::Tables tables{};
+  std::vector<nb::object> books;
+  Buffer blocks, streams;
+
+  PlanTables(nb::sequence book_list, nb::handle block_rows, nb::handle stream_rows, const Array1<kv_u32>& order,
+             const Array1<float>& channels)
+      : blocks(block_rows), streams(stream_rows) {
+    for (nb::handle book : book_list) {
+      books.push_back(nb::borrow(book));
+      tables.books.push_back(nb::cast<const Book*>(book));
+      if (tables.books.back() == nullptr) invalid("plan: no book");
+    }
+    std::tie(tables.blocks, tables.n_blocks) = rows_of<RowBlock>(blocks);
+    std::tie(tables.streams, tables.n_streams) = rows_of<fib::Stream>(streams);
+    tables.order = order.data();
+    tables.n_order = order.shape(0);
+    tables.channels = channels.data();
+    tables.n_channels = channels.shape(0);
+  }
+
+  void check() const {
+    for (kv_u64 i = 0; i < tables.n_blocks; ++i)
+      if (const char* fault = fib::block_fault(tables, tables.blocks[i]))
+        invalid("plan: block " + std::to_string(i) + ": " + fault + " out of range");
+  }
+};
+
+void check_fib_blocks(nb::sequence books, nb::handle block_rows, nb::handle stream_rows, const Array1<kv_u32>& order,
+                      const Array1<float>& channels, const Array1<kv_u64>& payload_bytes,
+                      const Array2<kv_u64>& output_shapes, const Array2<kv_u64>& rope_shapes) {
+  PlanTables plan(books, block_rows, stream_rows, order, channels);
+  size(plan.tables, payload_bytes, output_shapes, rope_shapes);
+  plan.check();
+  // For the kernels, which number vectors in 32 bits.
+  for (kv_u64 i = 0; i < plan.tables.n_blocks; ++i) {
+    const RowBlock& b = plan.tables.blocks[i];
+    if ((kv_u64)plan.tables.streams[b.stream].heads * b.n_tokens >> 32)
+      invalid("plan: block " + std::to_string(i) + ": 2^32 vectors or more, which devices do not decode");
+  }
+}
+
+// Returns one status a block.
 Result<kv_u8> run_fib_blocks(nb::sequence books, nb::handle block_rows, nb::handle stream_rows,
                              const Array1<kv_u32>& order, const Array1<float>& channels, nb::sequence payloads,
                              nb::sequence outputs, nb::sequence types, nb::sequence ropes, unsigned n_threads,
                              int level) {
   level = checked_level(level);
-  Buffer blocks(block_rows), streams(stream_rows);
-  fib::Tables tables{};
-  std::vector<nb::object> held;
-  for (nb::handle book : books) {
-    held.push_back(nb::borrow(book));
-    tables.books.push_back(nb::cast<const Book*>(book));
-    if (tables.books.back() == nullptr) invalid("plan: no book");
-  }
-  std::tie(tables.blocks, tables.n_blocks) = rows_of<RowBlock>(blocks);
-  std::tie(tables.streams, tables.n_streams) = rows_of<fib::Stream>(streams);
-  tables.order = order.data();
-  tables.n_order = order.shape(0);
-  tables.channels = channels.data();
-  tables.n_channels = channels.shape(0);
+  PlanTables plan(books, block_rows, stream_rows, order, channels);
+  fib::Tables& tables = plan.tables;
   PlanObjects objects;
   objects.hold(tables, payloads, outputs, types, ropes);
-  for (kv_u64 i = 0; i < tables.n_blocks; ++i)
-    if (const char* fault = fib::block_fault(tables, tables.blocks[i]))
-      invalid("plan: block " + std::to_string(i) + ": " + fault + " out of range");
+  plan.check();
   kv_u8* status;
   auto result = new_array<kv_u8>({(size_t)tables.n_blocks}, &status);
   bool ok;
@@ -149,6 +190,9 @@ Result<kv_u8> run_fib_blocks(nb::sequence books, nb::handle block_rows, nb::hand
 void bind_fibquant(nb::module_& m) {
   nb::class_<Book>(m, "FibBook")
       .def("__init__", &make_book, "rotation"_a, "rotation_data"_a, "codewords"_a)
+      .def_prop_ro("rotation", [](const Book& b) { return (kv_u32)b.rotation; })
+      .def_prop_ro("rotation_data", &rotation_data, nb::rv_policy::reference_internal)
+      .def_prop_ro("codewords", &codewords, nb::rv_policy::reference_internal)
       .def_prop_ro("d", [](const Book& b) { return b.d; })
       .def_prop_ro("k", [](const Book& b) { return b.codewords.k(); })
       .def_prop_ro("n_codewords", [](const Book& b) { return b.codewords.n(); })
@@ -160,6 +204,8 @@ void bind_fibquant(nb::module_& m) {
   m.def("fib_decode", &fib_decode, "book"_a, "norms"_a, "indices"_a, "n_threads"_a = 1, "level"_a = -1);
   m.def("fib_nearest", &fib_nearest, "book"_a, "points"_a, "level"_a = -1);
   m.def("fib_check_payload", &fib_check_payload, "payload"_a, "n_vectors"_a, "index_bytes"_a, "head_dim"_a);
+  m.def("check_fib_blocks", &check_fib_blocks, "books"_a, "blocks"_a, "streams"_a, "order"_a, "channels"_a,
+        "payload_bytes"_a, "output_shapes"_a, "rope_shapes"_a);
   m.def("run_fib_blocks", &run_fib_blocks, "books"_a, "blocks"_a, "streams"_a, "order"_a, "channels"_a, "payloads"_a,
         "outputs"_a, "types"_a, "ropes"_a, "n_threads"_a, "level"_a);
 }
