@@ -53,6 +53,7 @@ def checked_kernels(host_library, monkeypatch: pytest.MonkeyPatch):
     checked = host_kernels.CheckedKernels(host_kernels.HostKernels(host_library))
     monkeypatch.setattr(_core, "run_lanes", checked.run_lanes)
     monkeypatch.setattr(_core, "run_blocks", checked.run_blocks)
+    monkeypatch.setattr(_core, "run_fib_blocks", checked.run_fib_blocks)
     return checked
 
 

@@ -1,7 +1,7 @@
 """The GPU kernels on the host: their text compiled by g++, threads and warps one after the other.
 
-`HostKernels.run_lanes` and `run_blocks` take what the core's functions of these names take, so
-that every test of the core's decoder can be a test of the kernels.
+`HostKernels.run_lanes`, `run_blocks` and `run_fib_blocks` take what the core's functions of these
+names take, so that every test of the core's decoder can be a test of the kernels.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from kvcodecs import _core
 from kvcodecs.blocks import BLOCK_DTYPE, STREAM_DTYPE
 from kvcodecs.errors import InvalidArgument
 from kvcodecs.lanes import CHANNEL_DTYPE, LANE_DTYPE
+from kvcodecs.rows import BLOCK_DTYPE as ROW_DTYPE
+from kvcodecs.vectors import STREAM_DTYPE as VECTOR_STREAM_DTYPE
 from kvgpu import structs
 from kvgpu.host_device import compile_kernels
 
@@ -39,7 +41,7 @@ def build(folder: Path) -> ctypes.CDLL:
 
 def struct_sizes(library: ctypes.CDLL) -> list[int]:
     """Return the sizes of the kernels' structs, in the order of the shim."""
-    return list((ctypes.c_uint32 * 8).in_dll(library, "kv_sizes"))
+    return list((ctypes.c_uint32 * 13).in_dll(library, "kv_sizes"))
 
 
 def as_targets(outputs, types):
@@ -150,6 +152,79 @@ class HostKernels:
         del keep
         return status
 
+    def run_fib_blocks(
+        self,
+        books,
+        blocks,
+        streams,
+        order,
+        channels,
+        payloads,
+        outputs,
+        types,
+        ropes,
+        n_threads,
+        level,
+    ):
+        """Decode FibQuant blocks as the kernels do; the arguments are those of the core."""
+        keep, sources, rotations = self._uploads(payloads, ropes)
+        blocks = np.frombuffer(blocks, ROW_DTYPE)
+        streams = np.frombuffer(streams, VECTOR_STREAM_DTYPE)
+        shapes = _shapes(payloads, outputs, ropes)
+        _core.check_fib_blocks(books, blocks, streams, order, channels, *shapes)
+        heads = streams["heads"][blocks["stream"]].astype(np.int64)
+        pieces = heads * -(-(blocks["stop"] - blocks["skip"]).astype(np.int64) // 16)
+        marks = -(-heads * blocks["n_tokens"] // 32)
+        spans = np.zeros(len(blocks), structs.SPAN)
+        spans["first_piece"] = np.cumsum(pieces) - pieces
+        spans["first_mark"] = np.cumsum(marks) - marks
+        table = np.zeros(len(books), structs.BOOK)
+        for row, book in zip(table, books, strict=True):
+            rotation, codewords = book.rotation_data, book.codewords
+            keep += [rotation, codewords]
+            power = 1 << (book.d.bit_length() - 1)
+            row["rotation"], row["codewords"] = rotation.ctypes.data, codewords.ctypes.data
+            row["rotation_kind"], row["power"], row["factor"] = book.rotation, power, power**-0.5
+            for name in ("d", "k", "n_codewords", "index_bits", "index_bytes"):
+                row[name] = getattr(book, name)
+        sizes = 8 * streams["head_dim"][blocks["stream"]]
+        # All in shared memory, none, or the smaller ones.
+        shared = int(self._rng.choice([0, sizes.min(initial=0), sizes.max(initial=0)]))
+        words = int(sizes.max(initial=0)) if sizes.max(initial=0) > shared else 0
+        n = int(self._rng.choice([1, 2, 3, int(pieces.sum()) + 1]))
+        scratch = np.full(n * words + 4, 0xDEADBEEF, np.uint32)
+        scratch = scratch[-scratch.ctypes.data // 4 % 4 :]  # what the kernels load at once
+        contents = np.full(len(blocks) * structs.CONTENTS_BYTES // 8, 0xA5A5A5A5, np.uint64)
+        found = np.full(int(marks.sum()), 0xA5A5A5A5A5, np.uint64)
+        status = np.full(int(pieces.sum()), 0xEE, np.uint8)
+        for kernel in ("kv_host_look_through_payloads", "kv_host_decode_vectors"):
+            self._call(
+                kernel,
+                structs.VECTOR_ARGUMENTS,
+                blocks=blocks,
+                n_blocks=len(blocks),
+                streams=streams,
+                books=table,
+                order=order,
+                channels=channels,
+                sources=sources,
+                targets=as_targets(outputs, types),
+                rotations=rotations,
+                spans=spans,
+                contents=contents,
+                marks=found,
+                status=status,
+                n_pieces=len(status),
+                shared_words=shared,
+                scratch=scratch,
+                scratch_words=words,
+                n_warps=n,
+            )
+        del keep
+        worst = np.zeros(len(blocks), np.uint8)
+        np.maximum.at(worst, np.repeat(np.arange(len(blocks)), pieces), status)
+        return worst
+
     def _uploads(self, payloads, ropes):
         """Copy payloads, at even and odd addresses, with nothing behind; rows that point there."""
         sources = np.zeros(len(payloads), structs.SOURCE)
@@ -187,6 +262,7 @@ class CheckedKernels:
     def __init__(self, kernels: HostKernels) -> None:
         self._kernels = kernels
         self._run_lanes, self._run_blocks = _core.run_lanes, _core.run_blocks
+        self._run_fib_blocks = _core.run_fib_blocks
         self.n_compared = 0
         self.statuses: set[int] = set()
 
@@ -230,6 +306,24 @@ class CheckedKernels:
         self._compare_status(status, core)
         streams = np.frombuffer(streams, STREAM_DTYPE)
         for block in np.frombuffer(blocks, BLOCK_DTYPE)[status == 0]:
+            stream = streams[block["stream"]]
+            rows = slice(int(block["row"]), int(block["row"] + block["stop"] - block["skip"]))
+            first = int(stream["order"])
+            where = slice(int(stream["heads"])), rows, order[first : first + stream["head_dim"]]
+            self._compare(outputs, expected, int(block["output"]), where)
+        return status
+
+    def run_fib_blocks(
+        self, books, blocks, streams, order, channels, payloads, outputs, types, ropes, *rest
+    ):
+        given = (books, blocks, streams, order, channels, payloads)
+        expected = _fresh(outputs)
+        with self._refusing(self._kernels.run_fib_blocks, *given, outputs, types, ropes, *rest):
+            core = self._run_fib_blocks(*given, expected, types, ropes, *rest)
+        status = self._kernels.run_fib_blocks(*given, outputs, types, ropes, *rest)
+        self._compare_status(status, core)
+        streams = np.frombuffer(streams, VECTOR_STREAM_DTYPE)
+        for block in np.frombuffer(blocks, ROW_DTYPE)[status == 0]:
             stream = streams[block["stream"]]
             rows = slice(int(block["row"]), int(block["row"] + block["stop"] - block["skip"]))
             first = int(stream["order"])

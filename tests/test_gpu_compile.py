@@ -23,6 +23,8 @@ REGISTERS = {
     "kv_decode_blocks": 64,
     "kv_decode_blocks_compact": 64,
     "kv_decode_lanes": 96,
+    "kv_look_through_payloads": 64,
+    "kv_decode_vectors": 64,
     "kv_copy_rows": 64,
 }
 

@@ -56,6 +56,15 @@ class Image:
         part = array.reshape(-1).view(np.uint8)  # not every dtype has a buffer of its own
         return int(self.add_all([part], np.array([part.nbytes], np.uint64))[0])
 
+    def add_struct(
+        self, dtype: np.dtype[Any], pointers: dict[str, int], numbers: dict[str, int]
+    ) -> int:
+        """Add one struct of offsets and numbers; what it has else is 0. Return its offset."""
+        struct = np.zeros(1, dtype)
+        for name, value in (pointers | numbers).items():
+            struct[name] = value
+        return self.add(struct, **dict.fromkeys(pointers, ALL))
+
     def add_all(
         self, parts: Sequence[BytesLike], n_bytes: npt.NDArray[np.uint64]
     ) -> npt.NDArray[np.uint64]:

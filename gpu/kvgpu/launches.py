@@ -8,7 +8,14 @@ from typing import Final, Literal
 import numpy as np
 import numpy.typing as npt
 
-Kernel = Literal["kv_decode_lanes", "kv_decode_blocks", "kv_decode_blocks_compact", "kv_copy_rows"]
+Kernel = Literal[
+    "kv_decode_lanes",
+    "kv_decode_blocks",
+    "kv_decode_blocks_compact",
+    "kv_look_through_payloads",
+    "kv_decode_vectors",
+    "kv_copy_rows",
+]
 
 WARP: Final = 32
 #: Threads of a processor that the registers of the kernels leave room for.
@@ -17,6 +24,8 @@ _RESIDENT: Final = 1024
 _SCRATCH_BYTES: Final = 1 << 30
 #: Tables in shared memory pay only where every processor decodes so many blocks.
 _COMPACT_FROM: Final = 32
+#: FibQuant: so many warps of a processor are enough for room in shared memory to pay.
+_FEW_WARPS: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +70,7 @@ class Grid:
     Attributes
     ----------
     n
-        Threads, or warps where a warp decodes a block.
+        Threads, or warps where a warp decodes a block or a piece of one.
     block_threads
         Of a thread block.
     scratch_words
@@ -113,3 +122,21 @@ def block_grid(n_components: npt.NDArray[np.integer], compact_words: int, limits
     scratch = wanted if shared < wanted else 0
     most = max(_SCRATCH_BYTES // (4 * scratch), 1) if scratch else n
     return Grid(min(n, most), warps * WARP, scratch, shared, compact)
+
+
+def vector_grid(n_pieces: int, words: int, limits: Limits) -> Grid:
+    """Return how pieces of FibQuant blocks are decoded: one warp each, some after the other.
+
+    Parameters
+    ----------
+    words
+        That a warp needs for the longest vectors.
+    """
+    room = limits.shared_bytes // 4
+    warps = min(max(-(-n_pieces // limits.n_processors), 1), _RESIDENT // WARP)
+    if room >= _FEW_WARPS * words:
+        warps = min(warps, room // words)
+    shared = min(words, room // warps // WARP * WARP)
+    scratch = words if shared < words else 0
+    most = max(_SCRATCH_BYTES // (4 * scratch), 1) if scratch else n_pieces
+    return Grid(min(n_pieces, limits.n_processors * warps, most), warps * WARP, scratch, shared)

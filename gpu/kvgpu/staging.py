@@ -26,6 +26,7 @@ from .host import host_values
 from .image import ALL, Image
 from .interfaces import Resident, bytes_of
 from .launches import WARP, Grid, Kernel, Launch, Limits, block_grid, lane_grid
+from .vectors import VectorWork
 
 # csrc/lane.hpp kClassModels.
 _CLASS_MODELS: Final = 147
@@ -57,7 +58,7 @@ class Staging:
     n_status
         Bytes of the statuses.
     launches
-        The kernels to run, in any order.
+        The kernels to run, one after the other.
     producers
         Streams in which the caller's arrays are still worked on.
 
@@ -81,13 +82,16 @@ class Staging:
         blocks = plan.blocks.arrays() if plan.blocks.rows else None
         self._lanes = _NONE if lanes is None else lanes[1]
         self._blocks = _NONE if blocks is None else blocks[0]
+        self._vectors = VectorWork(plan, limits) if plan.vectors.rows else None
         self.n_status = len(self._lanes) + len(self._blocks)
+        if self._vectors is not None:
+            self.n_status += self._vectors.n_pieces
         # Launches follow each other: they share the scratch.
         scratch = -(-self.n_status // 256) * 256
         lane_threads = None if lanes is None else _lane_grid(lanes, limits)
         block_warps = None if blocks is None else _block_grid(blocks, plan, limits)
-        grids = [grid for grid in (lane_threads, block_warps) if grid is not None]
-        self.image = Image(scratch + max((grid.scratch_bytes for grid in grids), default=0))
+        work = (lane_threads, block_warps, self._vectors)
+        self.image = Image(scratch + max(0 if w is None else w.scratch_bytes for w in work))
         self.launches: list[Launch] = []
 
         # Blocks without a kernel are decoded here: what fails of them is told with the others.
@@ -110,16 +114,24 @@ class Staging:
             self._decode_lanes(lanes, lane_threads, shared | {"scratch": scratch})
         if blocks is not None and block_warps is not None:
             _core.check_blocks(*blocks, n_bytes, shapes, ropes)
-            shared |= {"scratch": scratch, "status": len(self._lanes)}
-            self._decode_blocks(blocks, plan, block_warps, shared)
+            place = {"scratch": scratch, "status": len(self._lanes)}
+            self._decode_blocks(blocks, plan, block_warps, shared | place)
+        if self._vectors is not None:
+            self._vectors.check(n_bytes, shapes, ropes)
+            status = len(self._lanes) + len(self._blocks)
+            self.launches += self._vectors.add(self.image, shared, scratch, status)
         if values:
             self._copy_rows(values, shared["targets"])
 
     def failures(self, status: npt.NDArray[np.uint8]) -> list[Failure]:
         """Return the lanes and blocks that do not decode, given what the kernels say of theirs."""
-        n = len(self._lanes)
-        failures = failed_lanes(status[:n], self._lanes)
-        return failures + failed_blocks(status[n:], self._blocks) + self._failures
+        n_lanes, n = len(self._lanes), len(self._lanes) + len(self._blocks)
+        failures = failed_lanes(status[:n_lanes], self._lanes)
+        failures += failed_blocks(status[n_lanes:n], self._blocks)
+        if self._vectors is not None:
+            worst = self._vectors.of_blocks(status[n:])
+            failures += failed_blocks(worst, self._vectors.blocks)
+        return failures + self._failures
 
     def _decode_lanes(self, tables: LaneArrays, grid: Grid, shared: dict[str, int]) -> None:
         prior, lanes, channels, classes = tables
@@ -135,7 +147,7 @@ class Staging:
             "scratch_words": grid.scratch_words,
             "n_threads": grid.n,
         }
-        arguments = _struct(self.image, structs.LANE_ARGUMENTS, pointers, numbers)
+        arguments = self.image.add_struct(structs.LANE_ARGUMENTS, pointers, numbers)
         n_ctas = -(-grid.n // grid.block_threads)
         self.launches.append(Launch("kv_decode_lanes", arguments, n_ctas, grid.block_threads))
 
@@ -167,7 +179,7 @@ class Staging:
             address = self._constants.address(rans, "compact", lambda: rans.compact)
             numbers["compact"] = address
             shared_bytes += 4 * _compact_words(rans)
-        arguments = _struct(self.image, structs.BLOCK_ARGUMENTS, pointers, numbers)
+        arguments = self.image.add_struct(structs.BLOCK_ARGUMENTS, pointers, numbers)
         n_ctas = -(-grid.n * WARP // grid.block_threads)
         self.launches.append(Launch(kernel, arguments, n_ctas, grid.block_threads, shared_bytes))
 
@@ -184,7 +196,7 @@ class Staging:
         if total == 0:
             return
         numbers = {"n_copies": len(copies), "n_rows": total}
-        arguments = _struct(self.image, structs.COPY_ARGUMENTS, pointers, numbers)
+        arguments = self.image.add_struct(structs.COPY_ARGUMENTS, pointers, numbers)
         n_ctas = min(-(-total // _COPY_THREADS), _MOST_CTAS)
         self.launches.append(Launch("kv_copy_rows", arguments, n_ctas, _COPY_THREADS))
 
@@ -206,15 +218,6 @@ def _block_grid(tables: BlockArrays, plan: Plan, limits: Limits) -> Grid:
     blocks, streams = tables[:2]
     components = streams["heads"].astype(np.int64) * streams["head_dim"]
     return block_grid(components[blocks["stream"]], _compact_words(plan.blocks.rans), limits)
-
-
-def _struct(
-    image: Image, dtype: np.dtype[Any], pointers: dict[str, int], numbers: dict[str, int]
-) -> int:
-    struct = np.zeros(1, dtype)
-    for name, value in (pointers | numbers).items():
-        struct[name] = value
-    return image.add(struct, **dict.fromkeys(pointers, ALL))
 
 
 def _resident(payloads: Sequence[Any], device: Device) -> dict[int, Resident]:

@@ -57,6 +57,46 @@ BLOCK_ARGUMENTS: Final = np.dtype(
         ("n_warps", "u8"),
     ]
 )
+BOOK: Final = np.dtype(
+    [
+        ("rotation", "u8"),
+        ("codewords", "u8"),
+        ("rotation_kind", "u4"),
+        ("d", "u4"),
+        ("k", "u4"),
+        ("n_codewords", "u4"),
+        ("index_bits", "u4"),
+        ("index_bytes", "u4"),
+        ("power", "u4"),
+        ("factor", "f4"),
+    ]
+)
+SPAN: Final = np.dtype([("first_piece", "u8"), ("first_mark", "u8")])
+#: Of what kernels alone write and read: ``Contents`` of a block, ``RawVectors`` of 32 vectors.
+CONTENTS_BYTES: Final = 72
+MARK_BYTES: Final = 8
+VECTOR_ARGUMENTS: Final = np.dtype(
+    [
+        ("blocks", "u8"),
+        ("n_blocks", "u8"),
+        ("streams", "u8"),
+        ("books", "u8"),
+        ("order", "u8"),
+        ("channels", "u8"),
+        ("sources", "u8"),
+        ("targets", "u8"),
+        ("rotations", "u8"),
+        ("spans", "u8"),
+        ("contents", "u8"),
+        ("marks", "u8"),
+        ("status", "u8"),
+        ("n_pieces", "u8"),
+        ("shared_words", "u8"),
+        ("scratch", "u8"),
+        ("scratch_words", "u8"),
+        ("n_warps", "u8"),
+    ]
+)
 #: Values at hand: ``[heads][rows][channels]`` of the target's type, without gaps.
 COPY: Final = np.dtype(
     [

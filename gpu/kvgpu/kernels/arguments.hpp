@@ -4,6 +4,7 @@
 // plan (plan_tables.hpp) and must have passed _core.check_lanes or check_blocks.
 #pragma once
 
+#include "fibquant/tables.hpp"
 #include "kvr1/symbols.hpp"
 #include "plan_tables.hpp"
 
@@ -69,6 +70,41 @@ struct BlockArguments {
   kv_u64 n_warps;                   // warps that have scratch: any further ones do nothing
 };
 static_assert(sizeof(BlockArguments) == 120, "structs.BLOCK_ARGUMENTS");
+
+// FibQuant: what vectors are decoded with.
+struct Book {
+  kv_u64 rotation;                  // of float32: the matrix [d][d], or signs [2][d]
+  kv_u64 codewords;                 // of float32 [n_codewords][k]
+  kv_u32 rotation_kind;             // 0: a matrix, 1: Hadamard
+  kv_u32 d, k, n_codewords, index_bits, index_bytes;
+  kv_u32 power;                     // the largest power of two that is at most d
+  float factor;                     // 1 / sqrt(power)
+};
+static_assert(sizeof(Book) == 48, "structs.BOOK");
+
+// Where pieces and marks of a block begin, among those of all blocks. A mark is of 32 of its vectors.
+struct Span {
+  kv_u64 first_piece, first_mark;
+};
+static_assert(sizeof(Span) == 16, "structs.SPAN");
+
+// FibQuant: one thread per block looks through payloads, then one warp per piece decodes. A piece is kPieceRows of the rows
+// that are wanted of a block, of one head.
+struct VectorArguments {
+  kv_u64 blocks, n_blocks;          // of RowBlock
+  kv_u64 streams, books, order, channels;  // of fib::Stream, Book, u32, float32
+  kv_u64 sources, targets, rotations;
+  kv_u64 spans;                     // of Span, one a block
+  kv_u64 contents, marks;           // of Contents, one a block, and RawVectors: what looking through finds
+  kv_u64 status;                    // of u8, one a piece
+  kv_u64 n_pieces;
+  kv_u64 shared_words;              // of shared memory for each warp: room for vectors of most blocks
+  kv_u64 scratch, scratch_words;    // of u32, so many for each warp; at least vector_words() of every block with more
+  kv_u64 n_warps;                   // warps that have scratch: any further ones do nothing
+};
+static_assert(sizeof(VectorArguments) == 144, "structs.VECTOR_ARGUMENTS");
+
+constexpr kv_u32 kPieceRows = 16;
 
 // Values at hand, [heads][rows][channels] of the target's type without gaps.
 struct Copy {

@@ -32,11 +32,19 @@ KV_DEVICE kv_u16 narrow16(float value) {
   asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
   return bits;
 }
+
+// Exact.
+KV_DEVICE float widen16(kv_u16 bits) {
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+  return value;
+}
 #else
 inline float multiply(float a, float b) { return a * b; }
 inline float add(float a, float b) { return a + b; }
 inline float subtract(float a, float b) { return a - b; }
 inline kv_u16 narrow16(float value) { return to_float16_bits(value); }
+inline float widen16(kv_u16 bits) { return from_float16(bits); }
 #endif
 
 }  // namespace kv::gpu

@@ -9,10 +9,14 @@
 
 #if defined(__CUDACC_RTC__)
 #define KV_DEVICE __device__ __forceinline__
+#define KV_UNROLL _Pragma("unroll")
+#define KV_ROLLED _Pragma("unroll 1")
 #define KV_UNROLL_4 _Pragma("unroll 4")
 #define KV_EACH_LANE(i) if (const kv_u32 i = threadIdx.x % 32; true)
 #else
 #define KV_DEVICE inline
+#define KV_UNROLL
+#define KV_ROLLED
 #define KV_UNROLL_4
 #define KV_EACH_LANE(i) for (kv_u32 i = 0; i < 32; ++i)
 #endif
