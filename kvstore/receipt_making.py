@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy.typing as npt
 from kvcodecs.codec import BlockCodec, CodecConfig, codec_by_number, config_of_layer
@@ -36,6 +36,9 @@ from .session_record import SessionRecord, StreamName
 from .source_digests import SourceHasher
 from .stored_frame import announced, first_value
 from .stream import StreamWriter
+
+if TYPE_CHECKING:
+    from .stored_session import StoredSession
 
 _SHAPE_DOMAIN = "kvstore_stream_shape_v1"
 #: Why a raw head is raw.
@@ -314,15 +317,12 @@ def hashed(model: Model, k: Any, v: Any, where: str) -> dict[StreamName, SourceH
     return found
 
 
-def decode_receipt(
-    snapshot: Snapshot,
-    reader: Reader,
-    name: str,
-    record: SessionRecord,
+def receipt_of_read(
+    session: StoredSession,
     values: Mapping[StreamName, SourceHasher],
     firsts: Mapping[StreamName, int],
 ) -> SessionReceipt:
-    """Return the receipt of values that were read, `firsts` their first tokens.
+    """Return the receipt of values that were read, `firsts` the positions of their first tokens.
 
     Raises
     ------
@@ -331,19 +331,22 @@ def decode_receipt(
     Truncated, Corrupt, Unsupported
         A frame is not what was written.
     """
+    reader = session._reader
     if not values:
-        raise InvalidArgument(f"{reader.where}: receipt of no values")
+        raise InvalidArgument(f"{reader.where}: a receipt of no values")
     now, receipts = int(time.time()), []
     stops = {stream: firsts[stream] + hasher.n_tokens for stream, hasher in values.items()}
-    if max(stops.values()) > record.n_tokens:
-        raise InvalidArgument(f"{reader.where}: has {record.n_tokens} tokens, fewer than given")
-    for stream, hasher in values.items():
-        todo = pieces(record, *stream, firsts[stream], stops[stream])
-        digest, n_tokens = hasher.digest(), hasher.n_tokens
-        receipts.append(
-            receipt_of_stored(
-                snapshot, reader, record, stream, todo, digest, n_tokens, now, "decode"
+    with session._archive._read() as snapshot:
+        record = session._record(snapshot)
+        if max(stops.values()) > record.n_tokens:
+            raise InvalidArgument(f"{reader.where}: has {record.n_tokens} tokens, fewer than given")
+        for stream, hasher in values.items():
+            todo = pieces(record, *stream, firsts[stream], stops[stream])
+            digest, n_tokens = hasher.digest(), hasher.n_tokens
+            receipts.append(
+                receipt_of_stored(
+                    snapshot, reader, record, stream, todo, digest, n_tokens, now, "decode"
+                )
             )
-        )
-    first, stop = min(firsts.values()), max(stops.values())
-    return session_receipt(name, record, first, stop, receipts, "read", now)
+    first, stop = min(firsts[stream] for stream in values), max(stops.values())
+    return session_receipt(session.name, record, first, stop, receipts, "read", now)

@@ -126,16 +126,16 @@ class StoredSession:
         Truncated, Corrupt, Unsupported, NotFound
             As `read`: frames are read again for their digests.
         """
-        from .receipt_making import decode_receipt, hashed
+        from .receipt_making import hashed, receipt_of_read
 
         values = hashed(self.model, k, v, self._where)
         with self._archive._read() as snapshot:
             record = self._record(snapshot)
-            firsts = {
-                (layer, kind): check_range(record, layer, kind, start, None, self._where, None)[0]
-                for layer, kind in values
-            }
-            return decode_receipt(snapshot, self._reader, self._name, record, values, firsts)
+        firsts = {
+            (layer, kind): check_range(record, layer, kind, start, None, self._where, None)[0]
+            for layer, kind in values
+        }
+        return receipt_of_read(self, values, firsts)
 
     def read(
         self,

@@ -25,8 +25,8 @@ import kvstore
 ROPE = kvstore.Rope.from_theta(10_000.0, 8)
 INV_FREQ = json.dumps([float(x) for x in ROPE.inv_freq])
 COMMANDS = (
-    *("pack", "unpack", "ls", "info", "verify", "rm", "gc", "seal", "reindex", "compact"),
-    *("upgrade", "quota", "match", "fork", "trim", "rename", "append-range", "pin"),
+    *("pack", "unpack", "ls", "info", "verify", "receipt", "rm", "gc", "seal", "reindex"),
+    *("compact", "upgrade", "quota", "match", "fork", "trim", "rename", "append-range", "pin"),
     *("migrate", "demo", "bench"),
 )
 

@@ -26,6 +26,24 @@ def _add_info(parser: argparse.ArgumentParser) -> None:
 def _add_verify(parser: argparse.ArgumentParser) -> None:
     add_archive_or_flat(parser)
     parser.add_argument("--decode", action="store_true", help="decode every block as well")
+    parser.add_argument(
+        "--receipts",
+        action="store_true",
+        help="check receipts against the frames, parameters and errors that are stored",
+    )
+
+
+def _add_receipt(parser: argparse.ArgumentParser) -> None:
+    add_archive(parser)
+    parser.add_argument("session", metavar="SESSION", nargs="?", help="(default: the only one)")
+    parser.add_argument("--layers", action="store_true", help="one line per layer and kind")
+    parser.add_argument(
+        "--source",
+        type=path,
+        metavar="FILE",
+        help="say whether FILE, the safetensors file that was packed, is what the receipts are of; "
+        "exit 1 if not",
+    )
 
 
 def _add_rm(parser: argparse.ArgumentParser) -> None:
@@ -91,6 +109,12 @@ COMMANDS = {
         "Read every frame and record and check it; exit 1 if anything is wrong.",
         _add_verify,
         "kvstore verify chats.kv --decode",
+    ),
+    "receipt": Command(
+        "receipt",
+        "Show what commits left of receipts: digests of source, parameters and frames, and errors.",
+        _add_receipt,
+        "kvstore receipt chats.kv alice/42 --json",
     ),
     "rm": Command(
         "listing",

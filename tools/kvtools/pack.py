@@ -200,6 +200,7 @@ class _Job:
                 token_ids=self._token_ids,
                 metadata={"layers": [layer.number for layer in self._kv.layers]},
                 replace=self._args.replace,
+                receipts=self._args.receipts,
                 progress=advance,
             )
 

@@ -150,6 +150,11 @@ def _add_pack(parser: argparse.ArgumentParser) -> None:
         "--replace", action="store_true", help="replace the session if the archive has it"
     )
     parser.add_argument(
+        "--receipts",
+        action="store_true",
+        help="leave a receipt, and one with each later commit; see kvstore receipt",
+    )
+    parser.add_argument(
         "--renumber",
         action="store_true",
         help="pack a part of a session, written by unpack --range, as tokens 0.. of a new one; "
@@ -260,6 +265,13 @@ def _add_unpack(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dtype", choices=DTYPES, help="(default: the session's)")
     parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
+    parser.add_argument(
+        "--receipt",
+        type=path,
+        metavar="FILE",
+        help="also write a decode receipt, JSON: digests of the values and of the frames they are "
+        "from; replaced if it exists",
+    )
 
 
 COMMANDS = {

@@ -19,7 +19,10 @@ from kvcodecs.spec import Kind, float_dtype
 import kvstore
 from kvstore import Model
 from kvstore.catalog import listed_names
+from kvstore.receipt_making import receipt_of_read
+from kvstore.source_digests import SourceHasher
 from kvtools.hints import METADATA_KEY, are_layer_numbers
+from kvtools.receipt_file import write_receipt
 from kvtools.source import has_rope
 from kvtools.tensorfile import TensorWriter
 from kvtools.terminal import count_text, progress, show_json, size_text
@@ -63,6 +66,7 @@ def run_unpack(args: argparse.Namespace) -> int:
                 f"{start + offset}"
             )
         metadata = _metadata(model, name, start + offset, numbers)
+        hashers = {} if args.receipt is None else _hashers(model, spans)
         with TensorWriter(args.output, shapes, metadata, overwrite=args.force) as writer:
             if token_ids is not None:
                 writer.array("token_ids")[...] = token_ids
@@ -81,9 +85,18 @@ def run_unpack(args: argparse.Namespace) -> int:
                             out=view,
                             position_offset=offset,
                         )
+                        if hashers:
+                            hashers[index, kind].update(view)
                         writer.release()
                         done += last - first
                         advance(done, total)
+        if hashers:
+            receipt = receipt_of_read(
+                session,
+                {(layers[index], kind): hasher for (index, kind), hasher in hashers.items()},
+                {(layers[index], kind): first for (index, kind), (first, _) in spans.items()},
+            )
+            write_receipt(args.receipt, receipt)
     if args.json:
         tensors = {key: list(shape) for key, (_, shape) in shapes.items()}
         show_json(
@@ -102,6 +115,11 @@ def run_unpack(args: argparse.Namespace) -> int:
             f"{dtype.name}, {size_text(n_bytes)}"
         )
     return 0
+
+
+def _hashers(model: Model, spans: Spans) -> dict[tuple[int, Kind], SourceHasher]:
+    specs = {stream: model.stream(*stream) for stream in spans}
+    return {stream: SourceHasher(spec.heads, spec.head_dim) for stream, spec in specs.items()}
 
 
 def _spans(

@@ -15,11 +15,13 @@ def run_verify(args: argparse.Namespace) -> int:
     """Check everything; print one line per problem and exit with 1 if there is any."""
     folders = flat_sessions(args.archive)
     if folders is not None:
+        if args.receipts:
+            args.parser.error("--receipts goes with an archive: flat layers have none")
         return flat_reports.verify(args, folders)
     with kvstore.open(args.archive) as archive:
         label = "decode" if args.decode else "verify"
         with progress(label, quiet=args.quiet or args.json) as advance:
-            report = archive.verify(decode=args.decode, progress=advance)
+            report = archive.verify(decode=args.decode, receipts=args.receipts, progress=advance)
     if args.json:
         show_json(
             {
@@ -31,6 +33,9 @@ def run_verify(args: argparse.Namespace) -> int:
                 "n_values": report.n_values,
                 "n_leftover": report.n_leftover,
                 "decoded": report.decoded,
+                "receipts_checked": report.receipts,
+                "n_receipts": report.n_receipts,
+                "n_without_receipts": report.n_without,
             }
         )
         return 0 if report.ok else 1
@@ -43,6 +48,12 @@ def run_verify(args: argparse.Namespace) -> int:
             f"{count_text(report.n_frames, 'frame')}, {size_text(report.frame_bytes)}"
             + (", all decoded" if report.decoded and report.ok else "")
         )
+        if report.receipts:
+            without = f"; {count_text(report.n_without, 'session')} without"
+            print(
+                f"{count_text(report.n_receipts, 'receipt')} checked"
+                + (without if report.n_without else "")
+            )
         if report.n_leftover:
             entries = count_text(report.n_leftover, "entry", "entries")
             print(f"{entries} left over from killed writers, harmless; `kvstore gc` removes them")
