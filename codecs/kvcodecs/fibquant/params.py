@@ -118,12 +118,7 @@ def unpack_params(spec: StreamSpec, data: BytesLike, shared: Shared) -> FibParam
     NotFound
         The book is not there.
     """
-    header = _Header.read(data)
-    if (header.heads, header.head_dim) != (spec.heads, spec.head_dim):
-        raise Corrupt(
-            f"{_WHERE}: {header.heads} heads of {header.head_dim}, expected {spec.heads} of "
-            f"{spec.head_dim}"
-        )
+    header = _Header.read(data, spec)
     book = None
     if header.digest is not None:
         book = book_of(header.digest, shared(header.digest))
@@ -147,9 +142,9 @@ def book_needed(data: BytesLike) -> bytes | None:
 
 
 class _Header(NamedTuple):
+    """The fields of `FibParams`, with the digest of the book."""
+
     flags: int
-    heads: int
-    head_dim: int
     all_raw: int = 0
     digest: bytes | None = None
     first_tokens: int = 0
@@ -158,7 +153,7 @@ class _Header(NamedTuple):
     scale: F32 | None = None
 
     @classmethod
-    def read(cls, data: BytesLike) -> _Header:
+    def read(cls, data: BytesLike, spec: StreamSpec | None = None) -> _Header:
         view = byte_view(data)
         if view.nbytes < 2:
             raise Truncated(f"{_WHERE}: {view.nbytes} bytes")
@@ -170,12 +165,16 @@ class _Header(NamedTuple):
         if flags & ~(_CHANNELS | _ALL_RAW | _FAIL_CLOSED):
             raise Unsupported(f"{_WHERE}: flags {flags:#x}; upgrade to read it")
         (heads, head_dim), at = read_varints(view, 2, 2, _WHERE)
+        if spec is not None and (heads, head_dim) != (spec.heads, spec.head_dim):
+            raise Corrupt(
+                f"{_WHERE}: {heads} heads of {head_dim}, expected {spec.heads} of {spec.head_dim}"
+            )
         if flags & _ALL_RAW:
             if flags & _CHANNELS:
                 raise Corrupt(f"{_WHERE}: statistics of channels, and nothing is coded")
             (reason,) = _bytes(view, at, 1)
             _check_end(view, at + 1)
-            return cls(flags, heads, head_dim, _known(reason))
+            return cls(flags, _known(reason))
         digest = _bytes(view, at, SHARED_BYTES)
         (first_tokens, n_raw), at = read_varints(view, at + SHARED_BYTES, 2, _WHERE)
         raw_heads: dict[int, int] = {}
@@ -195,7 +194,7 @@ class _Header(NamedTuple):
             if not (np.isfinite(values).all() and (scale > 0).all()):
                 raise Corrupt(f"{_WHERE}: a mean that is not finite, or a scale that is none")
         _check_end(view, at)
-        return cls(flags, heads, head_dim, 0, digest, first_tokens, raw_heads, mean, scale)
+        return cls(flags, 0, digest, first_tokens, raw_heads, mean, scale)
 
 
 def _bytes(view: memoryview, at: int, n: int) -> bytes:

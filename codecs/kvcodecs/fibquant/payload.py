@@ -5,6 +5,7 @@ Vectors are numbered ``head * n_tokens + token``.
 
 from __future__ import annotations
 
+import sys
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -96,7 +97,7 @@ def parse_payload(
         reason, at = _byte(view, at)
         _check_reason(reason)
     elif form == _MIXED:
-        runs, at = _read_runs(view, at)
+        runs, at = _read_runs(view, at, n_vectors)
     elif form != _ALL_CODED:
         raise Unsupported(f"FibQuant block: form {form}; upgrade to read it")
     if form != _ALL_CODED:
@@ -115,11 +116,13 @@ def parse_payload(
         n_raw = n_vectors
         runs = [(0, n_vectors, reason)]
     n_coded = n_vectors - n_raw
-    states = _states(runs, n_vectors)
     expected = at + n_coded * coded_bytes + n_raw * raw_bytes
     if view.nbytes != expected:
         kind = Truncated if view.nbytes < expected else Corrupt
         raise kind(f"FibQuant block: {view.nbytes} bytes, expected {expected}")
+    states = _states(runs, n_vectors)
+    if np.count_nonzero(states) != n_raw:
+        raise Corrupt(f"FibQuant block: raw vectors behind the last of {n_vectors}")
     norms = np.frombuffer(view, "<u2", n_coded, at).astype(np.uint16)
     at += 2 * n_coded
     indices = np.frombuffer(view, np.uint8, n_coded * index_bytes, at).reshape(n_coded, index_bytes)
@@ -138,25 +141,25 @@ def _runs(states: U8) -> bytes:
     return b"".join(parts)
 
 
-def _read_runs(view: memoryview, at: int) -> tuple[list[_Run], int]:
-    """Return gap, length and reason of each run of raw vectors."""
-    runs, where = [], "FibQuant block"
+def _read_runs(view: memoryview, at: int, n_vectors: int | None) -> tuple[list[_Run], int]:
+    runs: list[_Run] = []
+    seen, where = 0, "FibQuant block"
+    most = sys.maxsize if n_vectors is None else n_vectors
     (n_runs,), at = read_varints(view, at, 1, where)
-    if n_runs == 0:
-        raise Corrupt("FibQuant block: mixed, and nothing is raw")
+    if not 1 <= n_runs <= most:
+        raise Corrupt(f"FibQuant block: {n_runs} runs of raw vectors")
     for _ in range(n_runs):
         (gap, length), at = read_varints(view, at, 2, where)
+        seen += gap + length
+        if length == 0 or seen > most:
+            raise Corrupt(f"FibQuant block: raw vectors {seen - length} to {seen} of {most}")
         reason, at = _byte(view, at)
-        if length == 0:
-            raise Corrupt("FibQuant block: a run of no vectors")
         _check_reason(reason)
         runs.append((gap, length, reason))
     return runs, at
 
 
 def _states(runs: list[_Run], n_vectors: int) -> U8:
-    if sum(gap + length for gap, length, _ in runs) > n_vectors:
-        raise Corrupt(f"FibQuant block: raw vectors behind the last of {n_vectors}")
     states, at = np.zeros(n_vectors, np.uint8), 0
     for gap, length, reason in runs:
         states[at + gap : at + gap + length] = reason

@@ -150,7 +150,8 @@ def centred(params: FibParams, x: F32) -> F32:
 def pack_indices(indices: U32, width: int) -> U8:
     """Return the indices of each row as bits, the lowest first, each row in whole bytes."""
     bits = (indices[:, :, None] >> np.arange(width, dtype=np.uint32)) & 1
-    return np.packbits(bits.astype(np.uint8).reshape(len(indices), -1), axis=1, bitorder="little")
+    flat = bits.astype(np.uint8).reshape(len(indices), indices.shape[1] * width)
+    return np.packbits(flat, axis=1, bitorder="little")
 
 
 def unpack_indices(packed: U8, width: int, count: int) -> U32:
