@@ -6,6 +6,7 @@ import sys
 import numpy as np
 import pytest
 from kvcodecs.codec import config_from_json
+from kvcodecs.numcodecs_codecs import FibQuantCodec
 from kvcodecs.shared import shared_digest
 
 import kvstore
@@ -174,6 +175,25 @@ def test_moved_and_coded_anew(tmp_path, source, target):
                 np.testing.assert_array_equal(held(archive.session("fib")), want)
     assert is_coarse(found[at(source, three)], x)
     np.testing.assert_array_equal(found[at(target, back)], found[at(source, three)])
+
+
+def test_arrays_of_zarr_format_2_and_back(run, tmp_path):
+    x, there = values(60), tmp_path / "z2"
+    with kvstore.open(tmp_path / "a.kv", "a") as archive:
+        session = make(archive, "s", x, {"k": CONFIG, "v": HAAR})
+        make(archive, "raw", x, FibQuant(4, 16, axis="raw")).close()
+        archive.create_session("empty", model=MODEL, stats_from="s", block_tokens=BLOCK).close()
+        want = held(session)
+    assert run("migrate", tmp_path / "a.kv", f"zarr2:{there}", "--quiet")[0] == 0
+    chunk = FibQuantCodec().decode((there / "s" / "v_001" / "0.1.0").read_bytes())
+    np.testing.assert_array_equal(chunk, want[1, 1, :, BLOCK : 2 * BLOCK])
+    assert run("migrate", f"zarr2:{there}", tmp_path / "b.kv", "--quiet")[0] == 0
+    with kvstore.open(tmp_path / "a.kv") as one, kvstore.open(tmp_path / "b.kv") as two:
+        assert two.verify(decode=True).ok
+        assert objects(one) == objects(two)
+        np.testing.assert_array_equal(held(two.session("s")), want)
+    code, _, err = run("migrate", tmp_path / "a.kv", tmp_path / "c.tkvdir")
+    assert (code, "coded with fibquant" in err) == (1, True)
 
 
 READ = """

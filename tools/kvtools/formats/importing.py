@@ -21,6 +21,7 @@ from kvstore.migration.publishing import publish
 from kvstore.migration.work import check_values, remove
 from kvstore.place import Place
 from kvstore.session_record import SessionRecord, check_record
+from kvstore.shared_objects import put_all
 from kvstore.token_ids import CHUNK_TOKENS, Ids, pack_ids
 from kvstore.users import is_prefix, users_of
 
@@ -160,7 +161,8 @@ class Incoming:
     def _add(self, target: Target, key: bytes, value: bytes) -> None:
         self._values.append((key, value))
         self._n_waiting += len(value)
-        if self._n_waiting >= BATCH_BYTES:
+        # An object goes with the stream header that follows.
+        if self._n_waiting >= BATCH_BYTES and key[:1] != keys.SHARED:
             self._flush(target)
 
     def _flush(
@@ -169,8 +171,7 @@ class Incoming:
         values, n_bytes = sorted(self._values), self._n_waiting
 
         def store(transaction: Transaction) -> None:
-            for key, value in values:
-                transaction.put(key, value)
+            put_all(transaction, values)
             more(transaction)
 
         target.write(store, n_bytes=n_bytes)

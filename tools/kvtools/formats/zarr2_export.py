@@ -21,9 +21,12 @@ from typing import Any
 import numpy as np
 from kvcodecs.codec import BlockCodec, codec_by_number
 from kvcodecs.container import BLOCK_CODECS, DTYPES, MAGIC, Head, Layout, read_head
+from kvcodecs.fibquant.config import Axis, FibQuant
+from kvcodecs.fibquant.params import FibParams
 from kvcodecs.frame import ErrorStats, header_tag, pack_frame, seal_record
 from kvcodecs.kvr1 import KVR1
 from kvcodecs.plan import Plan
+from kvcodecs.shared import pack_shared
 from kvcodecs.spec import F32, Kind, StreamSpec
 from kvcodecs.tkv1 import TKV1
 
@@ -119,6 +122,9 @@ def _write_stream(
     }
     if not n_tokens:
         entry["header"] = base64.b64encode(header).decode("ascii")
+        entry["shared"] = [
+            base64.b64encode(data).decode("ascii") for data in codec.shared(params).values()
+        ]
     n_bytes = 0
     errors: list[ErrorStats] = []
     for number, block in enumerate(copy.blocks()):
@@ -163,7 +169,9 @@ def container(block: Block, spec: StreamSpec, size: int, dtype: int) -> bytes:
         header_tag=header_tag(header),
         error=block.error,
     )
-    return seal_record(MAGIC, head.pack() + header) + frame
+    objects = block.codec.shared(params)
+    shared = [pack_shared(objects[digest]) for digest in block.codec.needs(header)]
+    return b"".join([seal_record(MAGIC, head.pack() + header), *shared, frame])
 
 
 def decode_payload(
@@ -208,7 +216,10 @@ def _compressor(codec: BlockCodec, params: Any, kind: Kind, size: int) -> dict[s
     if codec.name == "ggml":
         return {"id": "ggml", "scheme": params.scheme.name, "kind": kind, "block_tokens": size}
     config: dict[str, object]
-    if codec.name == "tkv1":
+    if codec.name == "fibquant":
+        config = _fibquant(params).to_json()
+        del config["raw_layers"]
+    elif codec.name == "tkv1":
         lanes = 0 if params.width == params.spec.head_dim else params.width
         asked = TKV1(
             step=params.step,
@@ -222,6 +233,23 @@ def _compressor(codec: BlockCodec, params: Any, kind: Kind, size: int) -> dict[s
         config = KVR1(step=params.step, sink=0, sink_div=params.sink_div, ar=params.ar).to_json()
     del config["codec"]
     return {"id": codec.name, "kind": kind, **config, "block_tokens": size}
+
+
+def _fibquant(params: FibParams) -> FibQuant:
+    """Return a configuration whose chunks decode like these."""
+    axis: Axis = "per_token" if params.mean is None else "per_channel"
+    book = params.book
+    if book is None:
+        return FibQuant(axis="raw")
+    return FibQuant(
+        book.k,
+        book.n_codewords,
+        rotation=book.rotation,
+        seed=book.profile.rotation_seed,
+        axis=axis,
+        first_tokens=0,
+        raw_heads=tuple(params.raw_heads),
+    )
 
 
 def _write_plain(folder: Path, values: np.ndarray[Any, Any]) -> int:

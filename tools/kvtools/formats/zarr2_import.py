@@ -17,6 +17,7 @@ from kvcodecs.codec import BlockCodec, codec_by_number
 from kvcodecs.container import BLOCK_CODECS, read_blocks, read_head
 from kvcodecs.errors import Corrupt, KvError, NotFound
 from kvcodecs.frame import header_tag, pack_frame, seal_record
+from kvcodecs.shared import shared_digest
 from kvcodecs.spec import Kind, StreamSpec
 
 import kvstore
@@ -24,6 +25,7 @@ from kvstore import keys
 from kvstore.files import read_file
 from kvstore.records import HEADER_MAGIC
 from kvstore.session_record import StreamState
+from kvstore.shared_objects import object_puts
 from kvtools.formats.importing import Incoming
 from kvtools.formats.session_folder import (
     ZARR2_FILE,
@@ -36,6 +38,8 @@ from kvtools.formats.session_folder import (
 )
 from kvtools.formats.stream_copy import raw_payload, stream_file
 from kvtools.formats.zarr2_export import FORMAT, HEAD_SUFFIX, IDS_NAME, decode_payload
+
+_MOST_SHARED_BYTES = 1 << 30
 
 
 class Zarr2Session:
@@ -85,6 +89,10 @@ class Zarr2Session:
         n_blocks = -(-n_all // size)
         errors = unpack_errors(about["errors"], n_blocks, str(folder))
         header = base64.b64decode(about["header"]) if not n_blocks else b""
+        objects = {}
+        for text in about.get("shared", []):
+            data = base64.b64decode(text)
+            objects[shared_digest(data)] = data
         for block, error in enumerate(errors):
             path = folder / f"0.{block}.0"
             params, payload, original, n_there = self._chunk(path, codec, spec, size, about)
@@ -92,7 +100,8 @@ class Zarr2Session:
                 raise Corrupt(f"{path}: coded with other statistics than the chunks before")
             header = original
             first, n_tokens = state.start + block * size, min(size, n_all - block * size)
-            own = codec.unpack(spec, header)
+            objects = codec.shared(params)
+            own = codec.unpack(spec, header, objects.__getitem__)
             if n_there < n_tokens:
                 raise Corrupt(f"{path}: {n_there} tokens, expected {n_tokens}")
             if n_there > n_tokens:
@@ -119,6 +128,9 @@ class Zarr2Session:
             yield (sealed if n_tokens == size else tail), frame
         if about["header_tag"] != f"{header_tag(header):016x}":
             raise Corrupt(f"{folder}: another stream header than was written")
+        if not objects.keys() >= set(codec.needs(header)):
+            raise Corrupt(f"{folder}: the codebook is missing")
+        yield from object_puts(objects.items())
         key = keys.stream_key(keys.HEADER, record.owner, layer, kind)
         yield key, seal_record(HEADER_MAGIC, bytes([codec.number]) + header)
 
@@ -126,7 +138,9 @@ class Zarr2Session:
         self, path: Path, codec: BlockCodec, spec: StreamSpec, size: int, about: dict[str, Any]
     ) -> tuple[Any, memoryview, bytes, int]:
         """Return parameters and payload of a chunk, the stream's header as it was, and tokens."""
-        data = memoryview(read_file(path, most_bytes(spec, size)))
+        # A chunk has its codebook, which may be large.
+        more = _MOST_SHARED_BYTES if codec.name == "fibquant" else 0
+        data = memoryview(read_file(path, most_bytes(spec, size) + more))
         try:
             head, header, rest = read_head(data)
             found = BLOCK_CODECS.get(head.layout), head.kind, head.heads, head.head_dim
