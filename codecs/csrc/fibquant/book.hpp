@@ -15,34 +15,22 @@ constexpr kv_u32 kMostValues = 1u << 20;  // of a token: heads * head_dim, as in
 class Codewords {
  public:
   // n rows of k values.
-  Codewords(const float* values, kv_u32 n, kv_u32 k) : n_(n), k_(k), values_(values, values + (kv_u64)n * k) {
-    scored_.reserve((kv_u64)n * (k + 1));
-    for (kv_u32 i = 0; i < n; ++i) {
-      const float* const c = values + (kv_u64)i * k;
-      double squared = 0;
-      for (kv_u32 j = 0; j < k; ++j) squared += (double)c[j] * c[j];
-      scored_.push_back((float)(-squared / 2));
-      scored_.insert(scored_.end(), c, c + k);
-    }
-  }
+  Codewords(const float* values, kv_u32 n, kv_u32 k) : n_(n), k_(k), values_(values, values + (kv_u64)n * k) {}
 
   kv_u32 n() const { return n_; }
   kv_u32 k() const { return k_; }
   const float* values() const { return values_.data(); }
-  // Rows of a bias -|c|^2 / 2 and the codeword: of all codewords, the nearest has the largest bias + t . c.
-  const float* scored() const { return scored_.data(); }
-  // Of many codewords; null of a few. Made when an encoder first asks for it.
-  const Tree* tree() const {
-    if (n_ <= kFewCodewords) return nullptr;
-    std::call_once(*once_, [this] { tree_ = std::make_unique<Tree>(scored_.data(), n_, k_); });
-    return tree_.get();
+  // Made when an encoder first asks for it.
+  const Finder& finder() const {
+    std::call_once(*once_, [this] { finder_ = std::make_unique<Finder>(values_.data(), n_, k_); });
+    return *finder_;
   }
 
  private:
   kv_u32 n_, k_;
-  std::vector<float> values_, scored_;
+  std::vector<float> values_;
   std::unique_ptr<std::once_flag> once_ = std::make_unique<std::once_flag>();
-  mutable std::unique_ptr<Tree> tree_;
+  mutable std::unique_ptr<Finder> finder_;
 };
 
 enum Rotation : kv_u32 { kHaar = 0, kHadamard = 1 };

@@ -44,7 +44,7 @@ inline bool encode(const Encoding& e, unsigned n_threads, int level, ErrorSums& 
   const kv_u64 n_vectors = e.heads * e.n;
   std::vector<float> inverse(e.mean == nullptr ? 0 : e.heads * d);
   for (kv_u64 c = 0; c < inverse.size(); ++c) inverse[c] = 1.0f / e.scale[c];
-  book.codewords.tree();
+  book.codewords.finder();
   struct Errors {
     double most, squares;
   };

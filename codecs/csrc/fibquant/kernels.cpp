@@ -10,7 +10,7 @@
 namespace kv::fib {
 namespace {
 
-constexpr float kLowest = -std::numeric_limits<float>::infinity();
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 typedef float Four __attribute__((vector_size(16)));
 
@@ -26,7 +26,7 @@ typedef float Four __attribute__((vector_size(16)));
 
 #if KV_X86
 #pragma GCC push_options
-#pragma GCC target("avx2,f16c")
+#pragma GCC target("avx2,fma,f16c")
 #define KV_FIB_LEVEL avx2
 #define KV_FIB_BITS 256
 #include "kernels.inl"
@@ -34,7 +34,7 @@ typedef float Four __attribute__((vector_size(16)));
 #undef KV_FIB_LEVEL
 #pragma GCC pop_options
 #pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,f16c")
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,fma,f16c")
 #define KV_FIB_LEVEL avx512
 #define KV_FIB_BITS 512
 #include "kernels.inl"
@@ -48,7 +48,7 @@ namespace kv::fib {
 const Kernels& kernels_of(int level) {
 #if KV_X86
   if (level == kAvx512) return avx512::kKernels;
-  if (level == kAvx2) return avx2::kKernels;
+  if (level == kAvx2 && __builtin_cpu_supports("fma")) return avx2::kKernels;
 #endif
   (void)level;
   return portable::kKernels;

@@ -11,16 +11,14 @@ namespace kv::fib {
 // Vectors that are worked on together. Their arrays are [values of a vector][kLanes].
 constexpr kv_u32 kLanes = 16;
 
-// What finds the nearest codewords, with room of its own. Of one thread.
+// A search for nearest codewords, with room of its own. Of one thread.
 class Search {
  public:
-  void start(const Codewords& all) {
-    codewords = &all;
-    tree = all.tree();
-    if (tree != nullptr) room = room_.resize(tree->n_leaves + (std::size_t)tree->largest * kGroup);
+  void start(const Codewords& codewords) {
+    finder = &codewords.finder();
+    room = room_.resize(finder->room);
   }
-  const Codewords* codewords = nullptr;
-  const Tree* tree = nullptr;
+  const Finder* finder = nullptr;
   float* room = nullptr;
 
  private:

@@ -14,6 +14,32 @@ inline Vec load(const float* at) {
 }
 inline void store(float* at, Vec x) { std::memcpy(at, &x, sizeof x); }
 inline Vec all(float x) { return x - Vec{}; }
+inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
+
+// a * b + c, rounded once or twice: for what is looked at again. And a bit for each lane in which `mask` is not zero.
+#if KV_FIB_BITS == 512
+inline Vec about(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
+inline kv_u32 lanes_of(Ints mask) { return _mm512_movepi32_mask((__m512i)mask); }
+inline float largest_lane(Vec x) { return _mm512_reduce_max_ps(x); }
+#elif KV_FIB_BITS == 256
+inline Vec about(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
+inline kv_u32 lanes_of(Ints mask) { return (kv_u32)_mm256_movemask_ps((__m256)mask); }
+inline float largest_lane(Vec x) {
+  const __m128 a = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  const __m128 b = _mm_max_ps(a, _mm_movehl_ps(a, a));
+  return _mm_cvtss_f32(_mm_max_ss(b, _mm_movehdup_ps(b)));
+}
+#else
+inline Vec about(Vec a, Vec b, Vec c) { return a * b + c; }
+inline kv_u32 lanes_of(Ints mask) {
+  mask &= Ints{1, 2, 4, 8};
+  return (kv_u32)(mask[0] | mask[1] | mask[2] | mask[3]);
+}
+inline float largest_lane(Vec x) {
+  const float a = x[0] > x[1] ? x[0] : x[1], b = x[2] > x[3] ? x[2] : x[3];
+  return a > b ? a : b;
+}
+#endif
 
 #include "lanes.inl"
 #include "nearest.inl"
@@ -49,7 +75,7 @@ void encode(const Book& book, const Search& search, const float* const* vectors,
 }
 
 void nearest(const Search& search, const float* points, kv_u64 n, kv_u32* index) {
-  const kv_u32 k = search.codewords->k();
+  const kv_u32 k = search.finder->k;
   float t[kMostBlockDim * kLanes];
   kv_u32 found[kLanes];
   for (kv_u64 i = 0; i < n; i += kLanes) {

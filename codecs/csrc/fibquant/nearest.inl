@@ -1,116 +1,143 @@
-// The nearest codeword of points in lanes. Part of kernels.inl.
+// The nearest codeword of points in lanes: the first of the largest float32 score, every operation rounded by itself.
+// Part of kernels.inl.
+//
+// A first look at all codewords, or at boxes around them, says which may be the nearest; these are scored exactly. The
+// margin of that look is more than all roundings of scores and bounds together.
 
-// All codewords, one after the other. kDim: dimensions; 0: any. `t` is [k][kLanes].
+// Scores of a group's members, for the point t[0], t[kLanes], .., and what is better than the best so far.
 template <kv_u32 kDim>
-inline void look_at_all(const Codewords& codewords, const float* t, kv_u32* index) {
-  constexpr kv_u32 kParts = kWidth < kLanes ? 2 : 1;
-  const kv_u32 n = codewords.n(), k = kDim ? kDim : codewords.k();
-  for (kv_u32 l = 0; l < kLanes; l += kParts * kWidth) {
-    Vec best[kParts], x[kDim ? kDim : 1][kParts];
-    Ints at[kParts], now = {};
-    for (kv_u32 p = 0; p < kParts; ++p) {
-      best[p] = all(kLowest);
-      at[p] = now;
-      for (kv_u32 i = 0; i < kDim; ++i) x[i][p] = load(t + i * kLanes + l + p * kWidth);
-    }
-    const float* c = codewords.scored();
-    for (kv_u32 m = 0; m < n; ++m, c += k + 1) {
-      Vec score[kParts];
-      for (kv_u32 p = 0; p < kParts; ++p) score[p] = all(c[0]);
-      for (kv_u32 i = 0; i < k; ++i)
-        for (kv_u32 p = 0; p < kParts; ++p)
-          score[p] = score[p] + (kDim ? x[kDim ? i : 0][p] : load(t + i * kLanes + l + p * kWidth)) * c[1 + i];
+inline void look_into_group(const Finder& finder, kv_u32 group, const float* t, float& best, kv_u32& index) {
+  const kv_u32 k = kDim ? kDim : finder.k;
+  constexpr kv_u32 kParts = kGroup / kWidth;
+  const float* const c = finder.groups.data() + (kv_u64)group * (1 + k) * kGroup;
+  Vec scores[kParts], most = all(-kInfinity);
+  for (kv_u32 p = 0; p < kParts; ++p) scores[p] = load(c + p * kWidth);
+  for (kv_u32 i = 0; i < k; ++i) {
+    const Vec x = all(t[i * kLanes]);
+    for (kv_u32 p = 0; p < kParts; ++p) scores[p] = scores[p] + x * load(c + (1 + i) * kGroup + p * kWidth);
+  }
+  for (kv_u32 p = 0; p < kParts; ++p) most = larger(scores[p], most);
+  const float highest = largest_lane(most);
+  if (!(highest >= best)) return;
+  kv_u32 equal = 0;
+  for (kv_u32 p = 0; p < kParts; ++p) equal |= lanes_of(scores[p] == all(highest)) << p * kWidth;
+  if (equal == 0) return;
+  const kv_u32 id = finder.ids.data()[(kv_u64)group * kGroup + (kv_u32)__builtin_ctz(equal)];
+  // Where every score is minus infinity, the first codeword stays.
+  if (highest > best || id < index) index = id;
+  best = highest;
+}
+
+// Of points of these squared lengths. Scores and bounds are sums of less than k + 4 terms of (|t| + reach)^2 together,
+// which is at most twice the sum below, each rounded k + 4 times.
+template <class T>
+inline T margin_of(const Finder& finder, T squared) {
+  return (squared + finder.reach * finder.reach) * ((float)(16 * finder.k + 128) * 5.9604645e-08f) + 1e-36f;
+}
+
+// Points t [k][kLanes]. kDim: k; 0: any.
+template <kv_u32 kDim>
+inline void look_at_all(const Finder& finder, const float* t, float* room, kv_u32* index) {
+  constexpr kv_u32 kParts = kWidth < kLanes ? 2 : 1, kAtOnce = kParts * kWidth;
+  const kv_u32 k = kDim ? kDim : finder.k, n_groups = finder.n_groups;
+  for (kv_u32 l = 0; l < kLanes; l += kAtOnce, t += kAtOnce, index += kAtOnce) {
+    Vec best[kParts], squared[kParts] = {}, x[kDim ? kDim : 1][kParts];
+    for (kv_u32 p = 0; p < kParts; ++p) best[p] = all(-kInfinity);
+    for (kv_u32 i = 0; i < k; ++i)
       for (kv_u32 p = 0; p < kParts; ++p) {
-        const Ints better = score[p] > best[p];
-        best[p] = better ? score[p] : best[p];
-        at[p] = better ? now : at[p];
+        const Vec value = load(t + i * kLanes + p * kWidth);
+        if (kDim) x[kDim ? i : 0][p] = value;
+        squared[p] = squared[p] + value * value;
       }
-      now = now + 1;
+    const float* c = finder.groups.data();
+    for (kv_u32 g = 0; g < n_groups; ++g, c += (1 + k) * kGroup) {
+      Vec most[kParts];
+      for (kv_u32 p = 0; p < kParts; ++p) most[p] = all(-kInfinity);
+      for (kv_u32 m = 0; m < kGroup; ++m) {
+        Vec score[kParts];
+        for (kv_u32 p = 0; p < kParts; ++p) score[p] = all(c[m]);
+        for (kv_u32 i = 0; i < k; ++i)
+          for (kv_u32 p = 0; p < kParts; ++p)
+            score[p] = about(kDim ? x[kDim ? i : 0][p] : load(t + i * kLanes + p * kWidth),
+                             all(c[(1 + i) * kGroup + m]), score[p]);
+        for (kv_u32 p = 0; p < kParts; ++p) most[p] = larger(score[p], most[p]);
+      }
+      for (kv_u32 p = 0; p < kParts; ++p) {
+        store(room + g * kAtOnce + p * kWidth, most[p]);
+        best[p] = larger(most[p], best[p]);
+      }
     }
-    for (kv_u32 p = 0; p < kParts; ++p) std::memcpy(index + l + p * kWidth, &at[p], sizeof at[p]);
+    float exact[kAtOnce];
+    for (kv_u32 p = 0; p < kParts; ++p) {
+      best[p] = best[p] - margin_of(finder, squared[p]);
+      store(exact + p * kWidth, all(-kInfinity));
+    }
+    for (kv_u32 i = 0; i < kAtOnce; ++i) index[i] = 0;
+    for (kv_u32 g = 0; g < n_groups; ++g)
+      for (kv_u32 p = 0; p < kParts; ++p)
+        for (kv_u32 hits = lanes_of(~(load(room + g * kAtOnce + p * kWidth) < best[p])); hits != 0;
+             hits &= hits - 1) {
+          const kv_u32 lane = p * kWidth + (kv_u32)__builtin_ctz(hits);
+          look_into_group<kDim>(finder, g, t + lane, exact[lane], index[lane]);
+        }
   }
 }
 
-// A member of the leaf that beats the best so far, the lowest of equals. `scores` is room for the leaf.
-inline void look_into_leaf(const Tree& tree, kv_u32 leaf, kv_u32 k, const float* t, float* scores, float& best,
-                           kv_u32& index) {
-  const kv_u32 first = tree.first_group[leaf], n = (tree.first_group[leaf + 1] - first) * kGroup;
-  const float* c = tree.groups.data() + (kv_u64)first * (1 + k) * kGroup;
-  Vec largest = all(kLowest);
-  for (kv_u32 g = 0; g < n; g += kGroup, c += (1 + k) * kGroup)
-    for (kv_u32 l = 0; l < kGroup; l += kWidth) {
-      Vec score = load(c + l);
-      for (kv_u32 i = 0; i < k; ++i) score = score + load(c + (1 + i) * kGroup + l) * t[i * kLanes];
-      store(scores + g + l, score);
-      largest = score > largest ? score : largest;
-    }
-  float most = largest[0];
-  for (kv_u32 i = 1; i < kWidth; ++i) most = largest[i] > most ? largest[i] : most;
-  if (!(most >= best)) return;
-  for (kv_u32 i = 0; i < n; ++i) {
-    if (scores[i] != most) continue;
-    const kv_u32 id = tree.ids[(kv_u64)first * kGroup + i];
-    if (most > best || id < index) index = id;
-    best = most;
-    return;
-  }
+inline void look_into_leaf(const Finder& finder, kv_u32 leaf, const float* t, float& best, kv_u32& index) {
+  const kv_u32 last = finder.first_group.data()[leaf + 1];
+  for (kv_u32 g = finder.first_group.data()[leaf]; g < last; ++g) look_into_group<0>(finder, g, t, best, index);
 }
 
-// The same as look_at_all says, of one point. A codeword at the distance D scores (|t|^2 - D^2) / 2, and no codeword of
-// a leaf is nearer than its box. The margin is more than all roundings of scores and bounds together.
-inline kv_u32 look_into_tree(const Tree& tree, kv_u32 k, const float* t, float* room) {
-  float* const bounds = room;
-  float* const scores = room + tree.n_leaves;
+// One point. A codeword at the distance D scores (|t|^2 - D^2) / 2, and none of a leaf is nearer than its box.
+inline kv_u32 look_into_boxes(const Finder& finder, const float* t, float* bounds) {
+  const kv_u32 k = finder.k, n = finder.n_leaves;
+  const float *const low = finder.low.data(), *const high = finder.high.data();
   float squared = 0;
   for (kv_u32 i = 0; i < k; ++i) squared += t[i * kLanes] * t[i * kLanes];
-  const float length = std::sqrt(squared) + tree.reach;
-  const float margin = length * length * (float)(8 * k + 64) * 5.9604645e-08f + 1e-36f;
-  Vec least = all(-kLowest);
-  Ints where = {}, now;
-  for (kv_u32 i = 0; i < kWidth; ++i) now[i] = (kv_i32)i;
-  for (kv_u32 leaf = 0; leaf < tree.n_leaves; leaf += kWidth) {
+  const float margin = margin_of(finder, squared);
+  Vec least = all(kInfinity);
+  for (kv_u32 leaf = 0; leaf < n; leaf += kWidth) {
     Vec sum = {};
     for (kv_u32 i = 0; i < k; ++i) {
-      const Vec below = load(tree.low.data() + (kv_u64)i * tree.n_leaves + leaf) - t[i * kLanes];
-      const Vec above = t[i * kLanes] - load(tree.high.data() + (kv_u64)i * tree.n_leaves + leaf);
-      Vec away = below > above ? below : above;
-      away = away > 0.0f ? away : Vec{};
+      const Vec x = all(t[i * kLanes]);
+      const Vec away = larger(larger(load(low + (kv_u64)i * n + leaf) - x, x - load(high + (kv_u64)i * n + leaf)), Vec{});
       sum = sum + away * away;
     }
     store(bounds + leaf, sum);
-    const Ints less = sum < least;
-    least = less ? sum : least;
-    where = less ? now : where;
-    now = now + (kv_i32)kWidth;
+    least = sum < least ? sum : least;
   }
-  kv_u32 start = (kv_u32)where[0];
-  float lowest = least[0];
-  for (kv_u32 i = 1; i < kWidth; ++i)
-    if (least[i] < lowest) lowest = least[i], start = (kv_u32)where[i];
-  float best = kLowest;
-  kv_u32 index = 0;
-  look_into_leaf(tree, start, k, t, scores, best, index);
-  for (kv_u32 leaf = 0; leaf < tree.n_leaves; ++leaf)
-    if (leaf != start && !(bounds[leaf] > (squared - 2 * best) + margin))
-      look_into_leaf(tree, leaf, k, t, scores, best, index);
+  // The nearest box first: what it holds spares most of the others.
+  const float lowest = -largest_lane(-least);
+  float best = -kInfinity;
+  kv_u32 index = 0, start = n;
+  for (kv_u32 leaf = 0; leaf < n && start == n; leaf += kWidth) {
+    const kv_u32 equal = lanes_of(load(bounds + leaf) == all(lowest));
+    if (equal != 0) start = leaf + (kv_u32)__builtin_ctz(equal);
+  }
+  if (start < n) look_into_leaf(finder, start, t, best, index);
+  for (kv_u32 leaf = 0; leaf < n; leaf += kWidth)
+    for (kv_u32 hits = lanes_of(~(load(bounds + leaf) > all((squared - 2 * best) + margin))); hits != 0; hits &= hits - 1) {
+      const kv_u32 hit = leaf + (kv_u32)__builtin_ctz(hits);
+      if (hit != start && !(bounds[hit] > (squared - 2 * best) + margin)) look_into_leaf(finder, hit, t, best, index);
+    }
   return index;
 }
 
 // Indices [n_blocks][kLanes] of the points t [n_blocks * k][kLanes].
 inline void find(const Search& search, const float* t, kv_u32 n_blocks, kv_u32* index) {
-  const Codewords& codewords = *search.codewords;
-  const kv_u32 k = codewords.k();
+  const Finder& finder = *search.finder;
+  const kv_u32 k = finder.k;
   for (kv_u32 b = 0; b < n_blocks; ++b, t += k * kLanes, index += kLanes) {
-    if (search.tree != nullptr) {
-      for (kv_u32 l = 0; l < kLanes; ++l) index[l] = look_into_tree(*search.tree, k, t + l, search.room);
+    if (finder.n_leaves != 0) {
+      for (kv_u32 l = 0; l < kLanes; ++l) index[l] = look_into_boxes(finder, t + l, search.room);
       continue;
     }
     switch (k) {
-      case 2: look_at_all<2>(codewords, t, index); break;
-      case 3: look_at_all<3>(codewords, t, index); break;
-      case 4: look_at_all<4>(codewords, t, index); break;
-      case 8: look_at_all<8>(codewords, t, index); break;
-      default: look_at_all<0>(codewords, t, index);
+      case 2: look_at_all<2>(finder, t, search.room, index); break;
+      case 3: look_at_all<3>(finder, t, search.room, index); break;
+      case 4: look_at_all<4>(finder, t, search.room, index); break;
+      case 8: look_at_all<8>(finder, t, search.room, index); break;
+      default: look_at_all<0>(finder, t, search.room, index);
     }
   }
 }

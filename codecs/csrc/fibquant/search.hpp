@@ -1,4 +1,4 @@
-// Codewords in boxes, so that most of a large codebook need not be looked at to find the nearest one.
+// Codewords as a search for the nearest one wants them.
 #pragma once
 
 #include <vector>
@@ -7,24 +7,25 @@
 
 namespace kv::fib {
 
-// Members of a group are compared together.
+// Codewords of a group are compared together.
 constexpr kv_u32 kGroup = 16;
 
-// From here on a tree finds the nearest codeword sooner than a look at all of them.
-constexpr kv_u32 kFewCodewords = 4096;
+// All codewords in groups; many of them in leaves of nearly equal size, each with the smallest box around it, so that
+// most need not be looked at. Of all codewords, the nearest to t has the largest score: its bias -|c|^2 / 2, and t . c.
+struct Finder {
+  // n rows of k values.
+  Finder(const float* values, kv_u32 n, kv_u32 k);
 
-// Codewords in leaves of nearly equal size, each with the smallest box around it.
-struct Tree {
-  // `scored`: n rows of a bias and k values.
-  Tree(const float* scored, kv_u32 n, kv_u32 k);
-
-  kv_u32 n_leaves = 0;              // a multiple of kGroup; the last may be empty, and their boxes infinitely far
-  std::vector<kv_u32> first_group;  // [n_leaves + 1]
-  std::vector<float> low, high;     // [k][n_leaves]
-  std::vector<kv_u32> ids;          // [groups][kGroup], ascending within a leaf
-  std::vector<float> groups;        // [groups][1 + k][kGroup]: biases, then the codewords' values
-  kv_u32 largest = 0;               // groups of a leaf at most
+  kv_u32 k;
+  kv_u32 n_groups;
+  std::vector<float> groups;        // [n_groups][1 + k][kGroup]: biases, then the codewords' values
+  std::vector<kv_u32> ids;          // [n_groups][kGroup], ascending within a leaf
   float reach = 0;                  // no codeword is longer
+  kv_u32 n_leaves = 0;              // 0: a few codewords, in their order; else a multiple of kGroup
+  std::vector<kv_u32> first_group;  // [n_leaves + 1]; the last leaves may be empty, and their boxes infinitely far
+  std::vector<float> low, high;     // [k][n_leaves]
+  // Floats that a search needs as room.
+  std::size_t room = 0;
 };
 
 }  // namespace kv::fib
