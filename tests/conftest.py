@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.request
@@ -31,6 +32,14 @@ import kvstore
 # are ignored.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Books that tests build are neither the user's nor kept; workers inherit the folder.
+    if "KVSTORE_CACHE" not in os.environ:
+        folder = tempfile.TemporaryDirectory(prefix="kvstore-books-")
+        os.environ["KVSTORE_CACHE"] = folder.name
+        config.add_cleanup(folder.cleanup)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

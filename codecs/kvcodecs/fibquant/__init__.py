@@ -20,6 +20,7 @@ from .quality import (
     own_probes,
     value_quality,
 )
+from .quantiser import Codes, Quantiser
 from .shape import TensorShape
 from .tensor import EncodedTensor
 from .tensor_decoder import DecodedTensor, decode_tensor
@@ -30,6 +31,7 @@ __all__ = [
     "Book",
     "CacheLayout",
     "CalibrationSummary",
+    "Codes",
     "CompressionPolicy",
     "Decision",
     "DecodedTensor",
@@ -42,6 +44,7 @@ __all__ = [
     "ProtectedPolicy",
     "QualityBudget",
     "QualityReport",
+    "Quantiser",
     "TensorShape",
     "attention_quality",
     "book_for",

@@ -16,6 +16,7 @@ from ...errors import Corrupt
 from ...frame import BytesLike
 from ...spec import F32
 from ..payload import CODED, NORM_RANGE, U8, U16, ZERO_NORM, parse_payload
+from .packing import pack_indices, unpack_indices
 
 if TYPE_CHECKING:
     from ..book import Book
@@ -145,23 +146,6 @@ def centred(params: FibParams, x: F32) -> F32:
     with np.errstate(over="ignore"):
         u: F32 = (x - params.mean.reshape(shape)) * (np.float32(1) / params.scale).reshape(shape)
     return u
-
-
-def pack_indices(indices: U32, width: int) -> U8:
-    """Return the indices of each row as bits, the lowest first, each row in whole bytes."""
-    bits = (indices[:, :, None] >> np.arange(width, dtype=np.uint32)) & 1
-    flat = bits.astype(np.uint8).reshape(len(indices), indices.shape[1] * width)
-    return np.packbits(flat, axis=1, bitorder="little")
-
-
-def unpack_indices(packed: U8, width: int, count: int) -> U32:
-    """Return the indices of each row; `Corrupt` if a bit behind them is not 0."""
-    bits = np.unpackbits(packed, axis=1, bitorder="little")
-    if bits[:, count * width :].any():
-        raise Corrupt("FibQuant block: bits behind the indices of a vector")
-    each = bits[:, : count * width].reshape(len(packed), count, width).astype(np.uint32)
-    total: U32 = (each << np.arange(width, dtype=np.uint32)).sum(axis=2, dtype=np.uint32)
-    return total
 
 
 def _width(d: int) -> int:
