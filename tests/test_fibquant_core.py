@@ -372,7 +372,7 @@ def frame(m: Model, reasons: U8, raw_type: int = 0, channels: F32 | None = None)
     else:
         raw_bytes = (raw.view(np.uint32) >> 16).astype(np.uint16).tobytes()
         raw = (raw.view(np.uint32) & 0xFFFF0000).view("f4")
-    values = np.empty((len(flat), m.d), "f4")
+    values = np.zeros((len(flat), m.d), "f4")
     values[coded] = m.decode(norms, indices)
     if channels is not None:
         mean, scale = channels.reshape(2, heads, 1, m.d)

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvcodecs.digests import canonical_json, document_digest, is_digest, tensor_digest
 from kvcodecs.errors import Corrupt, InvalidArgument, Unsupported
@@ -128,6 +128,7 @@ def test_pages_refused(changes, message):
         replace(PAGES, **changes).validate(KEYS)
 
 
+@settings(max_examples=40, deadline=None)
 @given(st.integers(1, 300), st.integers(1, 400))
 def test_pages_cover_the_tokens(tokens, tokens_per_page):
     shape = replace(KEYS, tokens=tokens)
@@ -171,6 +172,7 @@ def test_regions_are_counts_and_indices(fields):
         ProtectedPolicy(**fields)
 
 
+@settings(max_examples=40, deadline=None)
 @given(
     st.integers(0, 6), st.integers(0, 6),
     st.sets(st.integers(0, 2)), st.sets(st.integers(0, 3)),

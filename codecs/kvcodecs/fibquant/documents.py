@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Final, Self
 
 from ..digests import document_digest
 from ..errors import Corrupt, InvalidArgument, Unsupported
 
-MAX_U32 = (1 << 32) - 1
+MAX_U32: Final = (1 << 32) - 1
 
 
 class Document:

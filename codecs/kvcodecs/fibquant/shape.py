@@ -95,7 +95,8 @@ class TensorShape(Document):
 
     def check_index(self, batch: int, layer: int, head: int, token: int) -> None:
         """Raise `InvalidArgument` unless there is such a vector."""
-        for axis, size, index in zip(_AXES, self.array_shape, (batch, layer, head, token)):  # noqa: B905
+        sizes = zip(_AXES[:4], self.array_shape[:4], (batch, layer, head, token), strict=True)
+        for axis, size, index in sizes:
             if type(index) is not int or not 0 <= index < size:
                 raise InvalidArgument(f"KV index: {axis} {index!r} is not 0 to {size - 1}")
 
