@@ -4,7 +4,10 @@ import subprocess
 import sys
 
 import numpy as np
+import obstore
 import pytest
+import zarr
+from kvcodecs import zarr_codec
 from kvcodecs.codec import config_from_json
 from kvcodecs.numcodecs_codecs import FibQuantCodec
 from kvcodecs.shared import shared_digest
@@ -209,6 +212,41 @@ def test_plain_zarr_in_a_process_of_its_own(tmp_path):
         want = held(make(archive, x=x))[1, 1]
     subprocess.run([sys.executable, "-c", READ, path, out], check=True, timeout=120)
     np.testing.assert_array_equal(np.load(out), want)
+
+
+@pytest.mark.slow
+def test_plain_zarr_in_a_bucket(s3_server):
+    x, url = values(40), s3_server.bucket() + "/a"
+    with kvstore.open(url, "a", storage_options=s3_server.options, grace_seconds=0) as archive:
+        make(archive, "gone", x, HAAR).close()
+        archive.delete_session("gone")
+        want = held(make(archive, x=x))[0, 1, :, :32]
+        archive.gc()
+        archive.gc()
+        assert len(objects(archive)) == 1
+        client = {"allow_http": True}
+        store = obstore.store.from_url(url, config=s3_server.options, client_options=client)
+        names = [item["path"] for batch in store.list("_kvstore/books/") for item in batch]
+        assert len(names) == 1
+    array = zarr.open_group(zarr.storage.ObjectStore(store, read_only=True), mode="r")["s/k_001"]
+    np.testing.assert_array_equal(array[:], want)
+
+
+def test_plain_zarr_in_icechunk(monkeypatch):
+    icechunk = pytest.importorskip("icechunk")
+    monkeypatch.setattr(zarr_codec, "_objects", {})
+    icechunk.set_logs_filter("error")
+    x, repository = values(40), icechunk.Repository.create(icechunk.in_memory_storage())
+    with kvstore.open(repository, "a", grace_seconds=0) as archive:
+        with make(archive, x=x) as session:
+            want = held(session)[0, 1, :, :32]
+        group = zarr.open_group(repository.readonly_session("main").store, mode="r")
+        np.testing.assert_array_equal(group["s/k_001"][:], want)
+        archive.delete_session("s")
+        archive.gc()
+        archive.gc()
+        assert not objects(archive)
+        np.testing.assert_array_equal(held(make(archive, "t", x))[0, 1, :, :32], want)
 
 
 KILLED = """

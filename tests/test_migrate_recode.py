@@ -10,7 +10,7 @@ from kvcodecs.frame import ErrorStats, FrameHeader
 from kvtools.sample import load_sample
 
 import kvstore
-from kvstore import KVR1, TKV1, Raw, keys
+from kvstore import KVR1, TKV1, FibQuant, Raw, keys
 from kvstore.migration.recoding import compound
 
 CODECS = {
@@ -18,6 +18,7 @@ CODECS = {
     "kvr1": KVR1(rel_step=0.1),
     "raw": Raw(),
     "max error": KVR1(max_error=0.01),
+    "fibquant": FibQuant(2, 16, last_tokens=2),
     "of each kind": {"k": KVR1(step=0.5), "v": Raw()},
 }
 
