@@ -20,7 +20,16 @@ from .channels import channel_statistics
 from .config import FibQuant
 from .encoder import FibEncoder, encode_vectors
 from .params import FibParams, book_needed, pack_params, unpack_params
-from .payload import BUDGET, NORM_RANGE, PROTECTED, RAW_AXIS, REASONS, ZERO_NORM, parse_payload
+from .payload import (
+    BUDGET,
+    CODED,
+    NORM_RANGE,
+    PROTECTED,
+    RAW_AXIS,
+    REASONS,
+    ZERO_NORM,
+    parse_payload,
+)
 from .tuning import broken_heads
 
 #: Kinds of what `_core.fib_check_payload` finds.
@@ -149,6 +158,17 @@ class FibQuantCodec:
             raise _DAMAGE[found](f"FibQuant block: {view.nbytes} bytes of no known structure")
         if placement.n_rows:
             plan.decode_vectors(params.tables, payload, first_token, placement)
+
+    def raw_parts(
+        self, params: FibParams, payload: BytesLike, n_tokens: int
+    ) -> tuple[bool, tuple[str, ...]]:
+        """See `kvcodecs.receipts.raw_parts`."""
+        spec = params.spec
+        n_vectors = spec.heads * n_tokens
+        states = parse_payload(payload, n_vectors, params.index_bytes, spec.head_dim).states
+        found, first = np.unique(states, return_index=True)
+        ordered = found[np.argsort(first)].tolist()
+        return CODED in ordered, tuple(REASONS[state] for state in ordered if state != CODED)
 
     def step(self, params: FibParams) -> float | None:
         return None
