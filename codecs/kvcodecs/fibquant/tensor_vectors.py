@@ -21,15 +21,13 @@ class Tally:
 
     def add(self, states: U8) -> None:
         """Count the vectors of a payload, in their order."""
-        found, first, count = np.unique(states, return_index=True, return_counts=True)
-        for i in np.argsort(first):
-            if found[i] == CODED:
-                self.n_coded += int(count[i])
-                continue
-            self.n_raw += int(count[i])
-            reason = REASONS[int(found[i])]
-            if reason not in self.reasons:
-                self.reasons.append(reason)
+        counts = np.bincount(states, minlength=CODED + 1)
+        self.n_coded += int(counts[CODED])
+        self.n_raw += len(states) - int(counts[CODED])
+        kinds = [int(kind) for kind in np.flatnonzero(counts) if kind != CODED]
+        for kind in sorted(kinds, key=lambda kind: int((states == kind).argmax())):
+            if REASONS[kind] not in self.reasons:
+                self.reasons.append(REASONS[kind])
 
 
 def decode_vectors(
