@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvcodecs.codec import codec_by_name, codec_by_number, codec_for, config_from_json
 from kvcodecs.errors import Corrupt, InvalidArgument, Truncated, Unsupported
+from kvcodecs.fibquant import FibQuant
 from kvcodecs.frame import ErrorStats
 from kvcodecs.kvr1 import KVR1
 from kvcodecs.plan import Plan
@@ -408,6 +409,7 @@ def test_stream_headers_that_no_encoder_writes(lossy, offset, new, error, messag
         TKV1(bpv=3.0, ar=False, sink=0),
         Raw(),
         Raw("float16"),
+        FibQuant(2, 17, raw_heads=(1,)),
     ],
 )
 def test_configurations_survive_json(config):

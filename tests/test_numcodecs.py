@@ -310,17 +310,19 @@ def with_head(data, offset, new):
 
 def with_frame_tokens(data, n_tokens):
     """Change how many tokens the one frame of a container claims, its checksum too."""
-    data, at = bytearray(data), 20 + int.from_bytes(data[8:16], "little")
+    data, at = bytearray(data), data.index(b"KVF1")
     data[at + 36 : at + 40] = n_tokens.to_bytes(4, "little")
     data[at + 72 : at + 76] = crc32c(data[at : at + 72], data[at + 76 :]).to_bytes(4, "little")
     return data
 
 
-@pytest.mark.parametrize("name", ["tkv1", "stream", "kvr1", "kvraw", "ggml"])
+@pytest.mark.parametrize("name", ["tkv1", "stream", "kvr1", "kvraw", "ggml", "fibquant"])
 def test_claims_that_the_bytes_cannot_hold_cost_no_memory(name):
     fields = {"id": name, "scheme": "q8_0"} if name == "ggml" else {"id": name}
     if name == "stream":
         fields = {"id": "tkv1", "layout": "stream"}
+    if name == "fibquant":
+        fields |= {"block_dim": 2, "codebook_size": 16}
     codec = numcodecs.get_codec(fields)
     good = codec.encode(make_array((2, 4, 128)))
     claims = [
@@ -329,7 +331,11 @@ def test_claims_that_the_bytes_cannot_hold_cost_no_memory(name):
         with_head(good, 4, (1 << 13).to_bytes(4, "little")),  # heads
         with_head(good, 12, (1 << 20).to_bytes(4, "little") + (1 << 20).to_bytes(8, "little")),
     ]
-    if name in ("kvraw", "ggml"):  # in the others a run of equal values may take no bytes at all
+    if name in (
+        "kvraw",
+        "ggml",
+        "fibquant",
+    ):  # in the others a run of equal values may take no bytes at all
         claims.append(with_frame_tokens(claims[-1], 1 << 20))
     tracemalloc.start()
     try:
@@ -392,7 +398,7 @@ def test_head_is_checked_behind_a_right_checksum(layout, offset, new, kind):
         TKV1Codec().decode(with_head(data, offset, new))
 
 
-@pytest.mark.parametrize("name", ["tkv1", "kvr1", "kvraw", "ggml"])
+@pytest.mark.parametrize("name", ["tkv1", "kvr1", "kvraw", "ggml", "fibquant"])
 def test_configurations_with_other_keys_are_refused(name):
     fields = {"id": name, "scheme": "q8_0"} if name == "ggml" else {"id": name}
     assert numcodecs.get_codec(fields).get_config()["id"] == name

@@ -5,7 +5,7 @@ from dataclasses import replace
 import ml_dtypes
 import numpy as np
 import pytest
-from kvcodecs import _core
+from kvcodecs import FibQuant, _core, vectors
 from kvcodecs.blocks import BLOCK_DTYPE, SIMD_LEVELS, STREAM_DTYPE
 from kvcodecs.codec import codec_for
 from kvcodecs.errors import Corrupt, InvalidArgument, Truncated
@@ -77,7 +77,8 @@ def bits(x):
 
 
 @pytest.fixture(
-    params=[KVR1(), TKV1(lane_channels=0), TKV1(lane_channels=4), Raw()], ids=lambda c: str(c)
+    params=[KVR1(), TKV1(lane_channels=0), TKV1(lane_channels=4), Raw(), FibQuant(2, 16)],
+    ids=lambda c: c.codec,
 )
 def config(request):
     return request.param
@@ -88,6 +89,7 @@ def test_structs_match_the_core():
     assert CHANNEL_DTYPE.itemsize == _core.CHANNEL_BYTES
     assert BLOCK_DTYPE.itemsize == _core.BLOCK_BYTES
     assert STREAM_DTYPE.itemsize == _core.STREAM_BYTES
+    assert vectors.STREAM_DTYPE.itemsize == _core.FIB_STREAM_BYTES
 
 
 @pytest.mark.parametrize(
@@ -239,7 +241,9 @@ def test_float16_rounds_every_value_like_numpy(lossy, simd):
         np.testing.assert_array_equal(bits(out), bits(x.astype(np.float16)))
 
 
-@pytest.mark.parametrize("config", [KVR1(step=1.0), TKV1(step=1.0), Raw()], ids=str)
+@pytest.mark.parametrize(
+    "config", [KVR1(step=1.0), TKV1(step=1.0), Raw(), FibQuant(2, 16)], ids=lambda c: c.codec
+)
 @pytest.mark.parametrize("heads", [1, 16])
 def test_a_value_that_overflows_float16_raises(config, heads):
     spec = StreamSpec("v", heads, 16)
