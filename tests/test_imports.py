@@ -18,7 +18,7 @@ FORBIDDEN = {
 LAZY = {"zarr", "icechunk", "numcodecs", "torch", "kvgpu", "rich", "cupy"}
 # The modules that a lazy package may be imported by at module level; they are imported lazily.
 HOMES = {
-    "numcodecs": {"numcodecs_codecs.py"},
+    "numcodecs": {"numcodecs_codecs.py", "numcodecs_arrays.py"},
     "zarr": {"zarr_codec.py", "icechunk_store.py"},
     "icechunk": {"icechunk.py", "icechunk_opening.py", "icechunk_store.py"},
 }
