@@ -25,6 +25,7 @@ from .pieces import all_pieces
 from .prefix_keys import index_bytes
 from .prefix_upkeep import owned_ids
 from .reader import Reader
+from .records import located
 from .session_record import SessionRecord
 from .sharing import user_keys
 from .spans import head_of, header_of, id_spans
@@ -59,6 +60,9 @@ class StreamInfo:
         The part of `frame_bytes` that other sessions' appenders stored: of forks and ranges.
     header_bytes
         The stream header.
+    n_vectors, n_raw_vectors
+        Of a codec that keeps some vectors as they are, one head of one token each: how many its
+        frames have, and how many of these are raw. Else 0.
     objects
         Bytes of each object that the header needs, such as a codebook, and of its key, by digest.
         Streams of a session, and sessions, share them: not in `total_bytes`.
@@ -86,6 +90,8 @@ class StreamInfo:
     key_bytes: int
     error: ErrorStats
     objects: Mapping[bytes, int] = field(default_factory=dict)
+    n_vectors: int = 0
+    n_raw_vectors: int = 0
 
     @property
     def n_values(self) -> int:
@@ -317,19 +323,21 @@ def _stream_info(
     codec, step, header_bytes, key_bytes = record.codecs[kind].codec, None, 0, 0
     lossless = codec_by_name(codec).lossless
     objects: dict[bytes, int] = {}
+    count_raw = params = None
     raw_head = head_of(record, (layer, kind))
     owner = header_of(record, (layer, kind))
     if owner is not None:
         coding = reader.coding(snapshot, owner, layer, kind)
         codec, step = coding.codec.name_of(coding.params), coding.codec.step(coding.params)
         lossless = coding.codec.lossless
+        count_raw, params = getattr(coding.codec, "count_raw", None), coding.params
         key = keys.stream_key(keys.HEADER, owner, layer, kind)
         key_bytes += len(key)
         header_bytes = _stored(snapshot, key) - len(key)
         header = reader.header(snapshot, owner, layer, kind)[1]
         for digest in coding.codec.needs(header):
             objects[digest] = _stored(snapshot, keys.shared_key(digest))
-    n_frames = frame_bytes = shared_bytes = 0
+    n_frames = frame_bytes = shared_bytes = n_vectors = n_raw = 0
     error = ErrorStats.none()
     for piece in announced(snapshot, all_pieces(record, layer, kind)):
         where = f"{reader.where} {piece.name}"
@@ -339,6 +347,10 @@ def _stream_info(
             passing.add(value)
         if not (piece.raw and owner is not None):  # blocks hold the head's tokens as well
             error = error.merge(head.error.share(piece.n_tokens, head.n_tokens))
+        if value is not None and not piece.raw and count_raw is not None:
+            with located(where):
+                n_raw += count_raw(params, value[HEADER_BYTES:], head.n_tokens)
+            n_vectors += spec.heads * head.n_tokens
         n_frames += 1
         key_bytes += len(piece.keys[0])
         frame_bytes += HEADER_BYTES + head.payload_bytes
@@ -364,6 +376,8 @@ def _stream_info(
         key_bytes=key_bytes,
         error=error,
         objects=objects,
+        n_vectors=n_vectors,
+        n_raw_vectors=n_raw,
     )
 
 

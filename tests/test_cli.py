@@ -529,6 +529,39 @@ def test_every_codec_packs_and_unpacks(run, tmp_path, source, codec):
     assert error == 0 if codec == "raw" else 0 < error <= step / 2 + 2**-9
 
 
+def test_fibquant(run, source, tmp_path):
+    archive = tmp_path / "a.kv"
+    options = ["--block-dim", 2, "--codebook-size", 16, "--rotation", "haar", "--axis", "per_token"]
+    options += ["--raw-first", 2, "--raw-last", 3, "--raw-layers", "1", "--raw-heads", "0"]
+    run("pack", source, archive, "--codec", "fibquant", *options, "--quiet")
+    (session,) = json.loads(succeeds(run("info", archive, "--json", "--layers")))["sessions"]
+    wanted = kvstore.FibQuant(
+        *(2, 16),
+        rotation="haar",
+        axis="per_token",
+        first_tokens=2,
+        last_tokens=3,
+        raw_layers=(1,),
+        raw_heads=(0,),
+    )
+    assert session["codecs"]["k"] == wanted.to_json()
+    found = {layer["codec"] for layer in session["layers"]}
+    assert found == {"fibquant.2x16", "fibquant.raw"}
+    (digest,) = {digest for layer in session["layers"] for digest in layer["codebooks"]}
+    out = succeeds(run("info", archive))
+    assert "fibquant.2x16 rotation=haar seed=42 axis=per_token" in out
+    assert digest[:12] in out
+    assert "kept raw" in out
+    two = ("--k-codec", "fibquant.2x16", "--v-codec", "fibquant.4x16", "--raw-first", 0)
+    succeeds(run("migrate", archive, tmp_path / "b.kv", *two, "--quiet"))
+    (session,) = json.loads(succeeds(run("info", tmp_path / "b.kv", "--json")))["sessions"]
+    assert [session["codecs"][kind]["block_dim"] for kind in "kv"] == [2, 4]
+    for wrong in (["kvr1", "--axis", "raw"], ["fibquant.2x16", "--block-dim", "2"]):
+        code, _, err = run("pack", source, archive, "--codec", *wrong)
+        assert code == 2
+        assert f"{wrong[1]} does not go with --codec {wrong[0]}" in err
+
+
 def test_a_sink_that_is_too_fine_for_the_codec(run, tmp_path, source):
     archive = tmp_path / "a.kv"
     fails(run("pack", source, archive, "--sink-div", "600"), "sink_div 600 is not 1 to 512")

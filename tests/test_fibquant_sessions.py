@@ -140,6 +140,10 @@ def test_layers_and_heads_that_are_kept_raw(archive):
     np.testing.assert_array_equal(got[:, 1], x[:, 1])
     np.testing.assert_array_equal(got[:, :, 0], x[:, :, 0])
     assert not np.array_equal(got[:, 0, 1], x[:, 0, 1])
+    # Besides: the first tokens, and of V a vector of zeros.
+    streams = archive.session("s").info().streams
+    found = [(s.layer, s.kind, s.n_raw_vectors, s.n_vectors) for s in streams]
+    assert found == [(0, "k", 44, 80), (0, "v", 45, 80), (1, "k", 80, 80), (1, "v", 80, 80)]
     with pytest.raises(InvalidArgument, match=r"session 'h' layer 0 k.*raw head 2"):
         make(archive, "h", config=FibQuant(4, 16, raw_heads=(2,)))
 

@@ -184,6 +184,8 @@ def _stream_details(info: SessionInfo, stream: StreamInfo, window: int | None) -
         "heads": stream.heads,
         "head_dim": stream.head_dim,
         "codec": stream.codec,
+        "n_vectors": stream.n_vectors,
+        "n_raw_vectors": stream.n_raw_vectors,
         "codebooks": [digest.hex() for digest in stream.objects],
         "step": stream.step,
         "lossless": stream.lossless,
@@ -217,6 +219,7 @@ def _show_session(info: SessionInfo, *, layers: bool) -> None:
             (("codebook", f"{short(digest)}, {size_text(n_bytes)}"))
             for digest, n_bytes in sorted(info.objects.items())
         ),
+        *((("kept raw", _raw_text(info)),) if any(s.n_raw_vectors for s in info.streams) else ()),
         ("bits/value", number_text(info.bits_per_value)),
         ("ratio", ratio_text(info.ratio_fp16)),
         ("size", f"{size_text(info.total_bytes)} in {count_text(info.n_frames, 'frame')}"),
@@ -275,6 +278,12 @@ def _tokens_text(info: SessionInfo) -> str:
     if info.first_token:
         text = f"{info.n_tokens}, those before {info.first_token} trimmed"
     return text + (", with ids" if info.has_token_ids else "")
+
+
+def _raw_text(info: SessionInfo) -> str:
+    n_raw = sum(stream.n_raw_vectors for stream in info.streams)
+    n = sum(stream.n_vectors for stream in info.streams)
+    return f"{n_raw} of {n} vectors ({n_raw / n:.2%}), one head of one token each"
 
 
 def _window_cells(model: Model, stream: StreamInfo) -> tuple[str, str]:

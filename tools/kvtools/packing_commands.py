@@ -119,7 +119,8 @@ def _add_fibquant(parser: argparse.ArgumentParser) -> None:
         "--raw-last",
         type=count,
         metavar="N",
-        help="last tokens that are kept raw, of each commit of a session (default: 0)",
+        help="last tokens that are kept raw, for good; of a session that goes on, the last ones of "
+        "each commit (default: 0)",
     )
     fib.add_argument(
         "--raw-layers", type=indices, metavar="LIST", help="layers that are kept raw, as 0,3,5-7"

@@ -28,6 +28,7 @@ from .payload import (
     RAW_AXIS,
     REASONS,
     ZERO_NORM,
+    count_raw,
     parse_payload,
 )
 from .tuning import broken_heads
@@ -176,6 +177,10 @@ class FibQuantCodec:
     def name_of(self, params: FibParams) -> str:
         book = params.book
         return f"{self.name}.{'raw' if book is None else f'{book.k}x{book.n_codewords}'}"
+
+    def count_raw(self, params: FibParams, payload: BytesLike, n_tokens: int) -> int:
+        """Return how many vectors of a block, one head of one token, are kept raw."""
+        return count_raw(payload, params.spec.heads * n_tokens)
 
     def worst_case_bytes(self, params: FibParams, n_tokens: int) -> int:
         spec = params.spec

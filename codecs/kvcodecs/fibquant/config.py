@@ -42,7 +42,8 @@ class FibQuant:
         ``"role_aware"``: K per channel, V per token. ``"raw"``: every vector is kept raw.
     first_tokens, last_tokens
         So many of the first tokens are kept raw, and so many of those that are the last ones at
-        each commit: for good, as committed values never change.
+        each commit: for good, as committed values never change. Where each token is committed by
+        itself, all of them are kept raw.
     raw_layers, raw_heads
         Layers and heads that are kept raw.
     on_failure

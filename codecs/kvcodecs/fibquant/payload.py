@@ -130,6 +130,15 @@ def parse_payload(
     return Vectors(states, norms, indices, raw)
 
 
+def count_raw(payload: BytesLike, n_vectors: int) -> int:
+    """Return how many vectors of a payload are raw; errors of `parse_payload`."""
+    view = byte_view(payload)
+    form, at = _byte(view, 0)
+    if form == _MIXED:
+        return sum(length for _, length, _ in _read_runs(view, at, n_vectors)[0])
+    return n_vectors if form == _ALL_RAW else 0
+
+
 def _runs(states: U8) -> bytes:
     edges = np.flatnonzero(np.diff(states)) + 1
     starts, stops = [0, *edges.tolist()], [*edges.tolist(), len(states)]
