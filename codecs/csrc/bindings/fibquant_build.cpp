@@ -23,7 +23,7 @@ Result<T> draws(kv_u64 n, Draw draw) {
 }
 
 nb::object draw(kv_u64 seed, kv_u64 n, const std::string& what, double shape) {
-  fibquant::Generator random(seed);
+  fib::Generator random(seed);
   if (what == "bits") return nb::cast(draws<kv_u64>(n, [&] { return random.bits(); }));
   if (what == "normal") return nb::cast(draws<double>(n, [&] { return random.normal(); }));
   if (what == "exponential") return nb::cast(draws<double>(n, [&] { return random.exponential(); }));
@@ -36,7 +36,7 @@ Result<double> training_vectors(kv_u64 seed, kv_u32 d, kv_u32 k, kv_u64 n) {
   double* out;
   auto array = new_array<double>({(size_t)n, k}, &out);
   nb::gil_scoped_release release;
-  fibquant::spherical_beta(seed, d, k, n, out);
+  fib::spherical_beta(seed, d, k, n, out);
   return array;
 }
 
@@ -46,10 +46,10 @@ Result<double> haar_columns(kv_u64 seed, kv_u64 d, unsigned n_threads) {
   double* out;
   auto array = new_array<double>({(size_t)d, (size_t)d}, &out);
   nb::gil_scoped_release release;
-  fibquant::Generator random(seed);
+  fib::Generator random(seed);
   std::vector<double> a(d * d);
   for (double& value : a) value = random.normal();
-  fibquant::Householder qr(a.data(), d);
+  fib::Householder qr(a.data(), d);
   if (!qr.factorise(n_threads) || !qr.form(out, n_threads)) throw std::bad_alloc();
   return array;
 }
@@ -66,12 +66,12 @@ nb::tuple nearest(const Array2<double>& samples, const Array2<double>& codewords
   struct NoScratch {};
   {
     nb::gil_scoped_release release;
-    const fibquant::CodewordTree tree(codewords.data(), n_codewords, k);
+    const fib::CodewordTree tree(codewords.data(), n_codewords, k);
     const kv_u64 pieces = (n + kSamplesAtOnce - 1) / kSamplesAtOnce;
     const bool done = run_pieces<NoScratch>(pieces, n_threads, [&](std::size_t piece, NoScratch&) {
       const kv_u64 first = piece * kSamplesAtOnce;
       for (kv_u64 i = first; i < std::min(n, first + kSamplesAtOnce); ++i) {
-        const fibquant::Nearest nearest = tree.nearest(samples.data() + i * k);
+        const fib::Nearest nearest = tree.nearest(samples.data() + i * k);
         cells[i] = (kv_u32)nearest.cell;
         distances[i] = nearest.distance;
       }

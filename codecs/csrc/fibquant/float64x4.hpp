@@ -5,7 +5,7 @@
 
 #include "../lane.hpp"
 
-namespace kv::fibquant {
+namespace kv::fib {
 
 typedef double Float64x4 __attribute__((vector_size(32)));
 typedef long long Int64x4 __attribute__((vector_size(32)));
@@ -17,4 +17,4 @@ inline __attribute__((always_inline)) Float64x4 load4(const double* p) {
 }
 inline __attribute__((always_inline)) void store4(double* p, Float64x4 v) { std::memcpy(p, &v, sizeof v); }
 
-}  // namespace kv::fibquant
+}  // namespace kv::fib

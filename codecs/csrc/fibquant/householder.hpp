@@ -12,7 +12,7 @@
 #include "../threads.hpp"
 #include "float64x4.hpp"
 
-namespace kv::fibquant {
+namespace kv::fib {
 
 constexpr kv_u64 kPanel = 32;         // reflections that a column goes through while it is in the cache
 constexpr kv_u64 kColumnsAtOnce = 8;  // of a thread
@@ -108,4 +108,4 @@ class Householder {
   std::vector<double> factor_, sign_;
 };
 
-}  // namespace kv::fibquant
+}  // namespace kv::fib

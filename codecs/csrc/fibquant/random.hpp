@@ -8,7 +8,7 @@
 
 #include "../lane.hpp"
 
-namespace kv::fibquant {
+namespace kv::fib {
 
 // Edges of the 256 layers of a ziggurat, widest first, and the density at each.
 struct Ziggurat {
@@ -171,4 +171,4 @@ inline void spherical_beta(kv_u64 seed, kv_u32 d, kv_u32 k, kv_u64 n, double* ou
   }
 }
 
-}  // namespace kv::fibquant
+}  // namespace kv::fib

@@ -9,7 +9,7 @@
 #include "../simd.hpp"
 #include "float64x4.hpp"
 
-namespace kv::fibquant {
+namespace kv::fib {
 
 struct Nearest {
   double distance = std::numeric_limits<double>::infinity();
@@ -141,4 +141,4 @@ class CodewordTree {
   std::vector<long long> cells_;
 };
 
-}  // namespace kv::fibquant
+}  // namespace kv::fib

@@ -1,4 +1,4 @@
-"""FibQuant without streams: vectors to norms and indices, and back. FORMAT.md 11.2 and 11.3."""
+"""FibQuant without streams: vectors to norms and indices, and back. FORMAT.md 11.6 to 11.8."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Indices of codewords as bits, and back. FORMAT.md section 11.2.
+"""Indices of codewords as bits, and back. FORMAT.md section 11.6.
 
 Index i of a vector has the bits ``[i * width, (i + 1) * width)``, the lowest first; bit b is bit
 ``b % 8`` of byte ``b // 8``. Each vector starts on a byte.
