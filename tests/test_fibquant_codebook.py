@@ -22,6 +22,7 @@ from kvcodecs.fibquant.codebook import (
 )
 from kvcodecs.fibquant.lloyd import refine
 from kvcodecs.fibquant.reference import codebook as reference
+from kvcodecs.fibquant.reference.rotation import haar
 
 SMALL = Profile.paper_default(8, 2, 8, 7)
 
@@ -113,6 +114,30 @@ def test_refinement_is_that_of_a_plain_model():
     assert report.init_mse == pytest.approx(reference.nearest(samples, initial)[1].mean())
     assert report.best_mse == pytest.approx(reference.nearest(samples, codewords)[1].mean())
     assert (report.training_samples, report.empty_cells_repaired) == (300, 0)
+
+
+@pytest.mark.parametrize("sizes", [(8, 2, 8), (12, 3, 6), (16, 4, 8)])
+def test_codewords_are_those_of_the_recipe_in_plain_numpy(sizes):
+    d, k, n = sizes
+    profile = Profile.paper_default(d, k, n, 7)
+    samples = reference.spherical_beta(profile.codebook_seed ^ 0x465155414E54, d, k, 256)
+    initial = initial_codewords(d, k, n)
+    best, best_mse = initial, reference.nearest(samples, initial)[1].mean()
+    for restart in range(4):
+        codewords = initial
+        if restart:
+            seed = (profile.codebook_seed + restart * 0x9E3779B9) % 2**64
+            codewords = initial @ haar(seed, k).T
+        for _ in range(25):
+            cells, _ = reference.nearest(samples, codewords)
+            codewords = np.array([samples[cells == cell].mean(0) for cell in range(n)])
+        mse = reference.nearest(samples, codewords)[1].mean()
+        if mse < best_mse:
+            best, best_mse = codewords, mse
+    found, report = build_codewords(profile)
+    assert report.empty_cells_repaired == 0
+    assert np.allclose(found, best, rtol=0, atol=1e-6)
+    assert report.best_mse == pytest.approx(best_mse)
 
 
 def test_restarts_are_never_worse_than_the_first_codewords():
