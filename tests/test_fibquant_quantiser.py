@@ -180,7 +180,7 @@ def hadamard_matrix(signs):
 def test_error_is_the_plain_models_and_below_scalar_quantisers(k, n, bits, rotation):
     """At equal bits for indices alone, as the paper counts; the norm costs 16 / d bits a value."""
     coder = quantiser(64, k, n, rotation)
-    x = normal(1500, 64, seed=1)
+    x = normal(800, 64, seed=1)
     error = ((coder.decode(coder.encode(x)) - x) ** 2).mean()
     plain = ((plain_model(coder.book, x) - x) ** 2).mean()
     assert error == pytest.approx(plain, rel=0.01)
