@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, TypeAlias, get_args
 
 from kvcodecs.digests import canonical_json, document_digest
-from kvcodecs.errors import Corrupt, InvalidArgument, Unsupported
+from kvcodecs.errors import Corrupt, KvError, Unsupported
 from kvcodecs.frame import open_record, seal_record
 from kvcodecs.receipts import Receipt
 from kvcodecs.spec import KINDS, Kind
@@ -242,11 +242,15 @@ def cut_receipts(transaction: Transaction, record: SessionRecord, n_tokens: int)
 
 
 def trim_receipts(transaction: Transaction, record: SessionRecord) -> None:
-    """Delete the receipts of which `record` has no frame and no token any more, after a trim."""
+    """Delete the first receipts of which `record` has no frame and no token, after a trim.
+
+    Up to one that has: so what is left is a chain.
+    """
     for key, receipt in _readable(transaction, record):
         ends = [_page_span(record, s, page)[1] for s in receipt.streams for page in s.pages]
-        if max(receipt.kept, *ends, 0) <= record.first:
-            transaction.delete(key)
+        if max(receipt.kept, *ends, 0) > record.first:
+            return
+        transaction.delete(key)
 
 
 def _readable(
@@ -256,7 +260,7 @@ def _readable(
         value = transaction.get(key)
         try:
             found = None if value is None else unpack_receipt(bytes(value), "")
-        except (Corrupt, Unsupported, InvalidArgument):
+        except KvError:
             continue
         if found is not None:
             yield key, found

@@ -315,6 +315,21 @@ def test_a_trim_drops_what_is_of_trimmed_tokens_alone(archive):
     assert_sound(archive)
 
 
+def test_a_trim_after_a_rollback_leaves_a_chain(archive):
+    with create(archive) as session:
+        append(session, 33)
+        session.truncate(7)
+        for n in (1, 60):
+            append(session, n)
+        session.trim_front(22)
+        # Frames of the first commit may have had tokens up to 48.
+        assert chain(session) == [(0, 7), (7, 8), (8, 68)]
+        assert_sound(archive)
+        session.trim_front(50)
+        assert chain(session) == [(8, 68)]
+    assert_sound(archive)
+
+
 def test_a_range_of_another_session_is_said(archive):
     with create(archive, "source") as source:
         append(source, 70)

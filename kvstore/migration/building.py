@@ -131,9 +131,13 @@ class Building(Migration):
     def _check_records(self) -> None:
         with self.target.backend.read() as there:
             for name in self.plan.order:
-                found = there.get(keys.session_key(name))
-                if found is None or bytes(found) != self._outcome(name).value:
-                    raise Corrupt(
-                        f"{self.target.backend.path}: session {name!r}: its record is not what was "
-                        "written"
-                    )
+                outcome = self._outcome(name)
+                written = {keys.session_key(name): outcome.value, **outcome.receipts}
+                for key, value in written.items():
+                    found = there.get(key)
+                    if found is None or bytes(found) != value:
+                        what = "record is" if key[:1] == keys.SESSION else "receipts are"
+                        raise Corrupt(
+                            f"{self.target.backend.path}: session {name!r}: its {what} not what "
+                            "was written"
+                        )
