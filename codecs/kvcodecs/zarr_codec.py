@@ -37,8 +37,9 @@ from .codec import codec_for
 from .errors import Corrupt, InvalidArgument, Unsupported
 from .shared import unpack_shared
 from .spec import Kind, StreamSpec
-from .zarr_configuration import NAME, ArchiveArray, OwnArray, check_header
+from .zarr_configuration import NAME, ArchiveArray, check_header
 from .zarr_frames import Objects, Shape, decode_archived, decode_own, encode_own
+from .zarr_own import OwnArray
 
 #: Stream headers that were read from arrays of their own, by tag.
 _fetched: dict[int, bytes] = {}

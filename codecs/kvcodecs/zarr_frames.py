@@ -35,7 +35,8 @@ from .plan import Plan
 from .shared import short
 from .spec import MAX_BLOCK_TOKENS, StreamSpec
 from .tensor import as_float32
-from .zarr_configuration import NAME, ArchiveArray, OwnArray
+from .zarr_configuration import NAME, ArchiveArray
+from .zarr_own import OwnArray
 
 Shape = tuple[int, int, int]
 Objects = tuple[tuple[bytes, bytes], ...]
