@@ -291,3 +291,12 @@ def test_zarr_objects_go_with_the_key(tmp_path):
         for _ in range(3):
             archive.gc()
         assert not (book / "c" / "0").exists()
+
+
+def test_a_compacted_archive_has_its_objects(tmp_path):
+    with kvstore.open(tmp_path / "a.kv", "a") as archive:
+        make(archive).close()
+    kvstore.compact(tmp_path / "a.kv")
+    with kvstore.open(tmp_path / "a.kv") as archive:
+        assert archive.verify(decode=True).ok
+        np.testing.assert_array_equal(held(archive.session("s")), np.rint(values(50)))
