@@ -39,7 +39,7 @@ def test_a_configuration_comes_back_from_json():
         ({"first_tokens": -1}, "first_tokens -1"),
         ({"last_tokens": 1 << 32}, "last_tokens"),
         ({"rotation": "walsh"}, "rotation 'walsh': use one of haar, hadamard"),
-        ({"axis": "per_head"}, "axis 'per_head': use one of role_aware, per_token"),
+        ({"axis": "per_head"}, "axis 'per_head': use one of per_channel, per_token"),
         ({"axis": None}, "axis None"),
         ({"on_failure": "ignore"}, "on_failure 'ignore': use one of keep_raw, fail_closed"),
         ({"raw_layers": "12"}, "raw_layers '12': give indices"),
@@ -66,7 +66,8 @@ def test_stored_configurations_that_are_newer_are_refused():
 
 
 def test_axes_and_rates_of_streams():
-    assert [FibQuant().axis_of(kind) for kind in "kv"] == ["per_channel", "per_token"]
+    by_role = FibQuant(axis="role_aware")
+    assert [by_role.axis_of(kind) for kind in "kv"] == ["per_channel", "per_token"]
     for axis in ("per_channel", "per_token", "raw"):
         assert {FibQuant(axis=axis).axis_of(kind) for kind in "kv"} == {axis}
     assert FibQuant(4, 256).bits_per_value == 2

@@ -19,7 +19,7 @@ MODEL = Model.uniform(
     name="m", n_layers=2, n_kv_heads=2, head_dim=32, rope=Rope.from_theta(1e4, 32)
 )
 BLOCK = 16
-CONFIG = FibQuant(4, 16)
+CONFIG = FibQuant(4, 16, axis="role_aware")
 HAAR = FibQuant(2, 16, rotation="haar", axis="per_token", first_tokens=0)
 
 
@@ -71,7 +71,9 @@ def is_coarse(got, x):
     return np.linalg.norm(got - x) < 0.75 * np.linalg.norm(x)
 
 
-@pytest.mark.parametrize("config", [CONFIG, HAAR, FibQuant(4, 16, last_tokens=3)])
+@pytest.mark.parametrize(
+    "config", [CONFIG, HAAR, FibQuant(4, 16, axis="role_aware", last_tokens=3)]
+)
 def test_committed_values_stay_what_they_are(archive, config):
     x, ends = values(90), [3, 10, 11, 30, 33, 60, 90]
     session = make(archive, config=config)
@@ -136,7 +138,8 @@ def test_a_book_is_named_by_its_digest_and_shown(archive):
 
 def test_layers_and_heads_that_are_kept_raw(archive):
     x = values(40)
-    got = held(make(archive, x=x, config=FibQuant(4, 16, raw_layers=(1,), raw_heads=(0,))))
+    config = FibQuant(4, 16, axis="role_aware", raw_layers=(1,), raw_heads=(0,))
+    got = held(make(archive, x=x, config=config))
     np.testing.assert_array_equal(got[:, 1], x[:, 1])
     np.testing.assert_array_equal(got[:, :, 0], x[:, :, 0])
     assert not np.array_equal(got[:, 0, 1], x[:, 0, 1])
@@ -150,7 +153,7 @@ def test_layers_and_heads_that_are_kept_raw(archive):
 
 def test_fail_closed_names_the_vector_and_changes_nothing(archive):
     x = values(40)
-    session = make(archive, config=FibQuant(4, 16, on_failure="fail_closed"))
+    session = make(archive, config=FibQuant(4, 16, axis="role_aware", on_failure="fail_closed"))
     with pytest.raises(InvalidArgument, match=r"layer 0 v: .*head 1, token 20.*zero norm"):
         add(session, x, 0, 40)
     add(session, x, 0, 20)

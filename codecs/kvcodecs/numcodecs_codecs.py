@@ -292,7 +292,7 @@ class FibQuantCodec(ArrayCodec):
         codebook_size: int = 256,
         rotation: Rotation = "hadamard",
         seed: int = 42,
-        axis: Axis = "role_aware",
+        axis: Axis = "per_channel",
         first_tokens: int = 4,
         last_tokens: int = 0,
         raw_heads: Sequence[int] = (),

@@ -108,9 +108,9 @@ def _add_fibquant(parser: argparse.ArgumentParser) -> None:
     fib.add_argument("--seed", type=count, metavar="S", help="of both (default: 42)")
     fib.add_argument(
         "--axis",
-        choices=("role_aware", "per_token", "per_channel", "raw"),
-        help="per_channel: less the mean of each channel, in its standard deviations; per_token: "
-        "as it is; role_aware: K per channel, V per token; raw: all is kept (default: role_aware)",
+        choices=("per_channel", "per_token", "role_aware", "raw"),
+        help="per_channel: each channel less its mean, by the root of its deviation (default); "
+        "per_token: as it is; role_aware: K per channel, V per token; raw: all is kept",
     )
     fib.add_argument(
         "--raw-first", type=count, metavar="N", help="first tokens that are kept raw (default: 4)"

@@ -1,4 +1,9 @@
-"""Mean and standard deviation of the channels of a prefill. FORMAT.md section 11.8."""
+"""Mean and scale of the channels of a prefill. FORMAT.md section 11.8.
+
+A vector's error is spread evenly over its scaled channels. With scales ``s`` and variances ``v``,
+channel `c` has the error ``s_c^2 sum(v / s^2)`` times a constant, and the sum over channels is
+least where ``s^2`` is as the standard deviation is: so a scale is the root of that.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +21,7 @@ F64 = npt.NDArray[np.float64]
 _AT_ONCE: Final = 256
 _LARGEST: Final = 65504.0
 _LEAST: Final = 2.0**-14
-#: No channel has a scale that is less than this share of the RMS of its head's.
+#: No channel counts with a deviation that is less than this share of the RMS of its head's.
 _LEAST_SHARE: Final = 2.0**-10
 
 
@@ -44,7 +49,7 @@ def channel_statistics(heads: int, head_dim: int, chunks: Chunks, left_out: int)
         total = _add(total, rows)
     squares = (total / count).reshape(heads, head_dim)
     typical = np.sqrt(np.add.accumulate(squares, axis=1)[:, -1:] / head_dim)
-    scale = np.maximum(np.sqrt(squares), _LEAST_SHARE * typical)
+    scale = np.sqrt(np.maximum(np.sqrt(squares), _LEAST_SHARE * typical))
     scale = np.where(typical == 0, 1.0, np.clip(scale, _LEAST, _LARGEST))
     return _as_float16(np.clip(mean, -_LARGEST, _LARGEST)), _as_float16(scale.reshape(-1))
 

@@ -12,7 +12,7 @@ from ..quantiser import check_integer
 from .profile import MAX_BLOCK_DIM, MAX_CODEBOOK_SIZE, Profile, Rotation
 from .quality import QualityBudget
 
-Axis: TypeAlias = Literal["role_aware", "per_token", "per_channel", "raw"]
+Axis: TypeAlias = Literal["per_channel", "per_token", "role_aware", "raw"]
 OnFailure: TypeAlias = Literal["keep_raw", "fail_closed"]
 
 _MAX_TOKENS: Final = 1 << 32
@@ -37,8 +37,8 @@ class FibQuant:
     seed
         Of rotation and codebook.
     axis
-        ``"per_channel"``: the mean of each channel of the prefill is taken away, and what is left
-        is measured in the channel's standard deviation. ``"per_token"``: values as they are.
+        ``"per_channel"``: each channel less its mean, by the root of its standard deviation, both
+        of the prefill; then errors are least in sum. ``"per_token"``: values as they are.
         ``"role_aware"``: K per channel, V per token. ``"raw"``: every vector is kept raw.
     first_tokens, last_tokens
         So many of the first tokens are kept raw, and so many of those that are the last ones at
@@ -71,7 +71,7 @@ class FibQuant:
     _: KW_ONLY
     rotation: Rotation = "hadamard"
     seed: int = 42
-    axis: Axis = "role_aware"
+    axis: Axis = "per_channel"
     first_tokens: int = 4
     last_tokens: int = 0
     raw_layers: tuple[int, ...] = ()

@@ -40,8 +40,8 @@ class KvProfile(Document):
     role_policy
         The role of the tensor.
     axis_policy
-        ``"per_token"``: vectors as they are. ``"per_channel"``: less the mean of each channel, over
-        its standard deviation. ``"role_aware"``: K per channel, V per token. ``"raw"``.
+        ``"per_token"``: vectors as they are. ``"per_channel"``: each channel less its mean, by the
+        root of its standard deviation. ``"role_aware"``: K per channel, V per token. ``"raw"``.
     page_geometry
         Of the pages.
     protected_policy, fallback_policy, quality_budget

@@ -42,13 +42,15 @@ def values(seed, heads, n, head_dim, zeros=()):
 
 
 def cases():
-    yield Case("hadamard_2x16", FibQuant(2, 16), "v", values(1, 3, 40, 16), 16)
-    yield Case("hadamard_3x33", FibQuant(3, 33), "v", values(2, 2, 20, 24, (6, 9)), 20)
-    config = FibQuant(4, 32, rotation="haar", raw_heads=(1,), seed=7)
+    yield Case("hadamard_2x16", FibQuant(2, 16, axis="role_aware"), "v", values(1, 3, 40, 16), 16)
+    yield Case(
+        "hadamard_3x33", FibQuant(3, 33, axis="role_aware"), "v", values(2, 2, 20, 24, (6, 9)), 20
+    )
+    config = FibQuant(4, 32, rotation="haar", axis="role_aware", raw_heads=(1,), seed=7)
     yield Case("haar_4x32_k", config, "k", values(3, 3, 24, 24, (7,)), 10, 2)
     config = FibQuant(8, 40, rotation="haar", axis="per_channel", first_tokens=0)
     yield Case("haar_8x40", config, "v", values(4, 1, 12, 16), 12)
-    config = FibQuant(5, 9, on_failure="fail_closed", first_tokens=1)
+    config = FibQuant(5, 9, axis="role_aware", on_failure="fail_closed", first_tokens=1)
     yield Case("hadamard_5x9_k", config, "k", values(5, 2, 9, 20), 4)
     yield Case("raw", FibQuant(axis="raw"), "k", values(6, 2, 5, 6, (1,)), 5)
 
