@@ -265,7 +265,8 @@ def test_what_cannot_be_coded_says_why(level: int) -> None:
 
 @every_level
 @pytest.mark.parametrize(
-    ("k", "n"), [(2, 5000), (3, 5001), (4, 20000), (5, 5000), (8, 8192), (2, 256), (4, 4096)]
+    ("k", "n"),
+    [(2, 5000), (3, 5001), (4, 20000), (5, 5000), (8, 8192), (2, 256), (4, 512), (4, 513)],
 )
 def test_the_nearest_codeword_is_the_first_of_the_best_score(level: int, k: int, n: int) -> None:
     m = model(HADAMARD, 8 * k, k, n)

@@ -37,8 +37,8 @@ void make_book(Book* book, kv_u32 rotation, const Array2<float>& data, const Arr
   if (rotation == fib::kHadamard)
     for (kv_u64 i = 0; i < n_data; ++i)
       if (std::fabs(data.data()[i]) != 1.0f) invalid("book: sign " + std::to_string(i) + " is not 1 or -1");
-  new (book) Book{(fib::Rotation)rotation, (kv_u32)d, std::vector<float>(data.data(), data.data() + n_data),
-                  fib::Codewords(codewords.data(), (kv_u32)n, (kv_u32)k)};
+  new (book) Book((fib::Rotation)rotation, (kv_u32)d, std::vector<float>(data.data(), data.data() + n_data),
+                  fib::Codewords(codewords.data(), (kv_u32)n, (kv_u32)k));
 }
 
 using Shown = nb::ndarray<nb::numpy, const float>;
@@ -67,7 +67,7 @@ nb::tuple fib_encode(const Book& book, const Array3<float>& x, std::optional<Arr
   kv_u16* norms;
   auto states = new_array<kv_u8>({(size_t)heads, (size_t)n}, &state);
   auto all_norms = new_array<kv_u16>({(size_t)heads, (size_t)n}, &norms);
-  auto all_indices = new_array<kv_u8>({(size_t)heads, (size_t)n, (size_t)book.index_bytes()}, &indices);
+  auto all_indices = new_array<kv_u8>({(size_t)heads, (size_t)n, (size_t)book.index_bytes}, &indices);
   const fib::Encoding encoding{&book,       x.data(), heads, n,     mean ? mean->data() : nullptr,
                                scale ? scale->data() : nullptr, keep.data(), state, norms, indices};
   ErrorSums error;
@@ -84,7 +84,7 @@ nb::tuple fib_encode(const Book& book, const Array3<float>& x, std::optional<Arr
 nb::tuple fib_decode(const Book& book, const Array1<kv_u16>& norms, const Array2<kv_u8>& indices, unsigned n_threads,
                      int level) {
   const kv_u64 n = norms.shape(0);
-  if (indices.shape(0) != n || indices.shape(1) != book.index_bytes()) invalid("fib_decode: shape of the indices");
+  if (indices.shape(0) != n || indices.shape(1) != book.index_bytes) invalid("fib_decode: shape of the indices");
   level = checked_level(level);
   float* out;
   auto values = new_array<float>({(size_t)n, (size_t)book.d}, &out);
@@ -196,8 +196,8 @@ void bind_fibquant(nb::module_& m) {
       .def_prop_ro("d", [](const Book& b) { return b.d; })
       .def_prop_ro("k", [](const Book& b) { return b.codewords.k(); })
       .def_prop_ro("n_codewords", [](const Book& b) { return b.codewords.n(); })
-      .def_prop_ro("index_bits", &Book::index_bits)
-      .def_prop_ro("index_bytes", &Book::index_bytes);
+      .def_prop_ro("index_bits", [](const Book& b) { return b.index_bits; })
+      .def_prop_ro("index_bytes", [](const Book& b) { return b.index_bytes; });
   m.attr("FIB_STREAM_BYTES") = sizeof(fib::Stream);
   m.def("fib_encode", &fib_encode, "book"_a, "x"_a, "mean"_a.none(), "scale"_a.none(), "keep"_a, "n_threads"_a,
         "level"_a = -1);

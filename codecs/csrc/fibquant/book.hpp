@@ -3,6 +3,7 @@
 
 #include <memory>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "search.hpp"
@@ -36,18 +37,19 @@ class Codewords {
 enum Rotation : kv_u32 { kHaar = 0, kHadamard = 1 };
 
 struct Book {
+  Book(Rotation kind, kv_u32 dimensions, std::vector<float> data, Codewords all)
+      : rotation(kind), d(dimensions), rotation_data(std::move(data)), codewords(std::move(all)),
+        blocks(d / codewords.k()) {
+    while ((1u << index_bits) < codewords.n()) ++index_bits;
+    index_bytes = (blocks * index_bits + 7) / 8;
+  }
+
   Rotation rotation;
   kv_u32 d;
   std::vector<float> rotation_data;  // haar: [d][d]; hadamard: [2][d] signs
   Codewords codewords;
-
-  kv_u32 blocks() const { return d / codewords.k(); }
-  kv_u32 index_bits() const {
-    kv_u32 bits = 1;
-    while ((1u << bits) < codewords.n()) ++bits;
-    return bits;
-  }
-  kv_u32 index_bytes() const { return (blocks() * index_bits() + 7) / 8; }
+  kv_u32 blocks;  // codewords of a vector
+  kv_u32 index_bits = 1, index_bytes;
 };
 
 }  // namespace kv::fib

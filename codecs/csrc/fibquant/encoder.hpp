@@ -40,7 +40,7 @@ struct Encoding {
 inline bool encode(const Encoding& e, unsigned n_threads, int level, ErrorSums& error) {
   const Book& book = *e.book;
   const Kernels& kernels = kernels_of(level);
-  const kv_u32 d = book.d, index_bytes = book.index_bytes();
+  const kv_u32 d = book.d, index_bytes = book.index_bytes;
   const kv_u64 n_vectors = e.heads * e.n;
   std::vector<float> inverse(e.mean == nullptr ? 0 : e.heads * d);
   for (kv_u64 c = 0; c < inverse.size(); ++c) inverse[c] = 1.0f / e.scale[c];

@@ -60,12 +60,12 @@ class FrameDecoder {
   Status run(kv_u64 first, kv_u64 last) {
     const kv_u64 n_vectors = (kv_u64)s_.heads * b_.n_tokens, wanted = b_.stop - b_.skip;
     const Payload& payload = p_.payloads[b_.payload];
-    if (check_payload(payload.bytes, payload.n_bytes, n_vectors, book_.index_bytes(), book_.d, parts_) != kWhole)
+    if (check_payload(payload.bytes, payload.n_bytes, n_vectors, book_.index_bytes, book_.d, parts_) != kWhole)
       return kBadBlock;
     Runs runs;
     runs.start(payload.bytes, payload.n_bytes, parts_, n_vectors);
-    for (kv_u64 v = first; v < last; ++v) {
-      const Place place{(kv_u32)(v / wanted), v % wanted};
+    Place place{(kv_u32)(first / wanted), first % wanted};
+    for (kv_u64 v = first; v < last; ++v, place.next(wanted)) {
       const kv_u64 vector = place.head * (kv_u64)b_.n_tokens + b_.skip + place.row;
       runs.seek(vector);
       const kv_u64 number = runs.number(vector);
@@ -73,20 +73,24 @@ class FrameDecoder {
         if (!write_raw(number, place)) return kBadBlock;
         continue;
       }
-      const kv_u8* const indices = bytes_ + parts_.indices + number * book_.index_bytes();
+      const kv_u8* const indices = bytes_ + parts_.indices + number * book_.index_bytes;
       batch_.norms[n_] = load16(bytes_ + parts_.norms + 2 * number);
       if (!good_norm(batch_.norms[n_]) || !unpack_indices(book_, indices, n_, batch_.index)) return kBadBlock;
       places_[n_] = place;
       if (++n_ == kLanes && !flush()) return kBadBlock;
     }
     if (!flush()) return kBadBlock;
-    return overflow_ ? kOverflow : kOk;
+    return overflow_ || writer_.overflow() ? kOverflow : kOk;
   }
 
  private:
   struct Place {
     kv_u32 head;
     kv_u64 row;
+
+    void next(kv_u64 wanted) {
+      if (++row == wanted) row = 0, ++head;
+    }
   };
 
   bool flush() {
@@ -94,7 +98,7 @@ class FrameDecoder {
     const kv_u32 d = book_.d;
     for (kv_u32 l = n_; l < kLanes; ++l) {
       batch_.norms[l] = 0;
-      for (kv_u32 b = 0; b < book_.blocks(); ++b) batch_.index[b * kLanes + l] = 0;
+      for (kv_u32 b = 0; b < book_.blocks; ++b) batch_.index[b * kLanes + l] = 0;
     }
     kernels_.decode(book_, batch_);
     if (s_.channels != kNoChannels) {
@@ -128,12 +132,12 @@ class FrameDecoder {
 
   void write(const Place& place, float* values) {
     if (writer_head_ != (kv_i64)place.head) {
+      overflow_ |= writer_.overflow();
       writer_ = RowWriter(RowPlace{&out_, b_.rope < 0 ? nullptr : &p_.ropes[b_.rope], p_.order + s_.order, 1,
                                    s_.head_dim, place.head, b_.row, b_.rope_row, 0, s_.n_pairs, &narrow_});
       writer_head_ = place.head;
     }
     writer_.write(place.row, values);
-    overflow_ |= writer_.overflow();
   }
 
   float* row(kv_u32 lane) { return batch_.rows + (kv_u64)lane * book_.d; }
@@ -193,7 +197,7 @@ inline bool decode_vectors(const Book& book, const kv_u16* norms, const kv_u8* i
       const kv_u64 many = std::min<kv_u64>(kLanes, stop - v);
       for (kv_u32 l = 0; l < kLanes; ++l) {
         const kv_u64 at = v + (l < many ? l : 0);
-        const bool good = unpack_indices(book, indices + at * book.index_bytes(), l, batch.index) && good_norm(norms[at]);
+        const bool good = unpack_indices(book, indices + at * book.index_bytes, l, batch.index) && good_norm(norms[at]);
         batch.norms[l] = good ? norms[at] : 0;
         if (!good && first_bad[piece] < 0) first_bad[piece] = (kv_i64)at;
       }

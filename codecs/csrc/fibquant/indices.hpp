@@ -7,7 +7,7 @@ namespace kv::fib {
 
 // The indices of one lane.
 inline void pack_indices(const Book& book, const kv_u32* index, kv_u32 lane, kv_u8* out) {
-  const kv_u32 n = book.blocks(), width = book.index_bits();
+  const kv_u32 n = book.blocks, width = book.index_bits;
   kv_u64 bits = 0;
   kv_u32 held = 0;
   for (kv_u32 b = 0; b < n; ++b) {
@@ -19,7 +19,7 @@ inline void pack_indices(const Book& book, const kv_u32* index, kv_u32 lane, kv_
 
 // False, and index 0 for what is none: an index that no codeword has, or padding that is not zero.
 inline bool unpack_indices(const Book& book, const kv_u8* bytes, kv_u32 lane, kv_u32* index) {
-  const kv_u32 n = book.blocks(), width = book.index_bits(), n_codewords = book.codewords.n();
+  const kv_u32 n = book.blocks, width = book.index_bits, n_codewords = book.codewords.n();
   kv_u32 bad = 0;
   if (width == 8) {
     for (kv_u32 b = 0; b < n; ++b) {

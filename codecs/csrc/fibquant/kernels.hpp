@@ -34,7 +34,7 @@ class Batch {
     a = a_.resize(n);
     b = b_.resize(n);
     rows = rows_.resize(n);
-    index = index_.resize(book.blocks() * (std::size_t)kLanes);
+    index = index_.resize(book.blocks * (std::size_t)kLanes);
   }
   float* a = nullptr;  // [d][kLanes] each
   float* b = nullptr;

@@ -47,7 +47,7 @@ inline float largest_lane(Vec x) {
 
 void decode(const Book& book, Batch& batch) {
   const kv_u32 d = book.d;
-  gather(book.codewords, batch.index, book.blocks(), batch.a);
+  gather(book.codewords, batch.index, book.blocks, batch.a);
   const float* const v = rotate_back(book, batch.a, batch.b);
   float norms[kLanes];
   for (kv_u32 l = 0; l < kLanes; ++l) norms[l] = from_float16(batch.norms[l]);
@@ -71,7 +71,7 @@ void encode(const Book& book, const Search& search, const float* const* vectors,
   float* const y = rotate(book, batch.a, batch.b);
   for (kv_u32 c = 0; c < d; ++c)
     for (kv_u32 l = 0; l < kLanes; l += kWidth) store(y + c * kLanes + l, load(y + c * kLanes + l) * load(inverse + l));
-  find(search, y, book.blocks(), batch.index);
+  find(search, y, book.blocks, batch.index);
 }
 
 void nearest(const Search& search, const float* points, kv_u64 n, kv_u32* index) {

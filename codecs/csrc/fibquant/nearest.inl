@@ -83,14 +83,16 @@ inline void look_at_all(const Finder& finder, const float* t, float* room, kv_u3
   }
 }
 
+template <kv_u32 kDim>
 inline void look_into_leaf(const Finder& finder, kv_u32 leaf, const float* t, float& best, kv_u32& index) {
   const kv_u32 last = finder.first_group.data()[leaf + 1];
-  for (kv_u32 g = finder.first_group.data()[leaf]; g < last; ++g) look_into_group<0>(finder, g, t, best, index);
+  for (kv_u32 g = finder.first_group.data()[leaf]; g < last; ++g) look_into_group<kDim>(finder, g, t, best, index);
 }
 
 // One point. A codeword at the distance D scores (|t|^2 - D^2) / 2, and none of a leaf is nearer than its box.
+template <kv_u32 kDim>
 inline kv_u32 look_into_boxes(const Finder& finder, const float* t, float* bounds) {
-  const kv_u32 k = finder.k, n = finder.n_leaves;
+  const kv_u32 k = kDim ? kDim : finder.k, n = finder.n_leaves;
   const float *const low = finder.low.data(), *const high = finder.high.data();
   float squared = 0;
   for (kv_u32 i = 0; i < k; ++i) squared += t[i * kLanes] * t[i * kLanes];
@@ -114,30 +116,34 @@ inline kv_u32 look_into_boxes(const Finder& finder, const float* t, float* bound
     const kv_u32 equal = lanes_of(load(bounds + leaf) == all(lowest));
     if (equal != 0) start = leaf + (kv_u32)__builtin_ctz(equal);
   }
-  if (start < n) look_into_leaf(finder, start, t, best, index);
+  if (start < n) look_into_leaf<kDim>(finder, start, t, best, index);
   for (kv_u32 leaf = 0; leaf < n; leaf += kWidth)
     for (kv_u32 hits = lanes_of(~(load(bounds + leaf) > all((squared - 2 * best) + margin))); hits != 0; hits &= hits - 1) {
       const kv_u32 hit = leaf + (kv_u32)__builtin_ctz(hits);
-      if (hit != start && !(bounds[hit] > (squared - 2 * best) + margin)) look_into_leaf(finder, hit, t, best, index);
+      if (hit != start && !(bounds[hit] > (squared - 2 * best) + margin)) look_into_leaf<kDim>(finder, hit, t, best, index);
     }
   return index;
 }
 
-// Indices [n_blocks][kLanes] of the points t [n_blocks * k][kLanes].
-inline void find(const Search& search, const float* t, kv_u32 n_blocks, kv_u32* index) {
+template <kv_u32 kDim>
+inline void find_dim(const Search& search, const float* t, kv_u32 n_blocks, kv_u32* index) {
   const Finder& finder = *search.finder;
-  const kv_u32 k = finder.k;
-  for (kv_u32 b = 0; b < n_blocks; ++b, t += k * kLanes, index += kLanes) {
-    if (finder.n_leaves != 0) {
-      for (kv_u32 l = 0; l < kLanes; ++l) index[l] = look_into_boxes(finder, t + l, search.room);
+  for (kv_u32 b = 0; b < n_blocks; ++b, t += finder.k * kLanes, index += kLanes) {
+    if (finder.n_leaves == 0) {
+      look_at_all<kDim>(finder, t, search.room, index);
       continue;
     }
-    switch (k) {
-      case 2: look_at_all<2>(finder, t, search.room, index); break;
-      case 3: look_at_all<3>(finder, t, search.room, index); break;
-      case 4: look_at_all<4>(finder, t, search.room, index); break;
-      case 8: look_at_all<8>(finder, t, search.room, index); break;
-      default: look_at_all<0>(finder, t, search.room, index);
-    }
+    for (kv_u32 l = 0; l < kLanes; ++l) index[l] = look_into_boxes<kDim>(finder, t + l, search.room);
+  }
+}
+
+// Indices [n_blocks][kLanes] of the points t [n_blocks * k][kLanes].
+inline void find(const Search& search, const float* t, kv_u32 n_blocks, kv_u32* index) {
+  switch (search.finder->k) {
+    case 2: return find_dim<2>(search, t, n_blocks, index);
+    case 3: return find_dim<3>(search, t, n_blocks, index);
+    case 4: return find_dim<4>(search, t, n_blocks, index);
+    case 8: return find_dim<8>(search, t, n_blocks, index);
+    default: return find_dim<0>(search, t, n_blocks, index);
   }
 }

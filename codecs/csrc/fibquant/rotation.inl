@@ -18,7 +18,7 @@ inline void haar_rows(const float* q, kv_u32 d, kv_u32 i, const float* u, float*
 template <kv_u32 kRows>
 inline void haar_rows_back(const float* q, kv_u32 d, kv_u32 k, kv_u32 j, const float* g, float* v) {
   for (kv_u32 l = 0; l < kLanes; l += kWidth) {
-    Vec sums[kRows];
+    Vec sums[kRows] = {};
     for (kv_u32 i = 0; i < d; i += k) {
       Vec part[kRows];
       const float* row = q + (kv_u64)i * d + j;

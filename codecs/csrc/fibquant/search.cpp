@@ -12,7 +12,7 @@ namespace {
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 // Above this a look at the boxes first is faster than one at all codewords.
-constexpr kv_u32 kFew = 4096;
+constexpr kv_u32 few(kv_u32 k) { return k <= 4 ? 512 : 2048; }
 
 // Halves the range along the axis on which it is widest, until it is a leaf.
 void split(const float* values, kv_u32 k, kv_u32* first, kv_u32* last, kv_u64 leaf, std::vector<kv_u32*>& ends) {
@@ -48,7 +48,7 @@ Finder::Finder(const float* values, kv_u32 n, kv_u32 dimensions) : k(dimensions)
   std::vector<kv_u32> order(n);
   std::iota(order.begin(), order.end(), 0u);
   std::vector<kv_u32*> ends;
-  if (n > kFew) {
+  if (n > few(k)) {
     split(values, k, order.data(), order.data() + n, std::max<kv_u64>(kGroup, (kv_u64)std::sqrt((double)n)), ends);
     n_leaves = (kv_u32)((ends.size() + kGroup - 1) / kGroup * kGroup);
     low.assign((kv_u64)k * n_leaves, kInfinity);
