@@ -2,6 +2,7 @@
 
 import sys
 import types
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -98,10 +99,16 @@ class SharingCodec(RawCodec):
         super().schedule(plan, params.raw, payload, first_token, placement)
 
 
-def register():
-    """Make the codec one of those that there are, in this process."""
+@contextmanager
+def registered():
+    """Make the codec one of those that there are, in this process and meanwhile."""
     module = types.ModuleType("kvcodecs.sharing")
     module.CODEC, module.config_from_fields = SharingCodec(), config_from_fields
     sys.modules[module.__name__] = module
     registry._MODULES[NUMBER] = "sharing"
     registry._NUMBERS["sharing"] = NUMBER
+    try:
+        yield
+    finally:
+        del sys.modules[module.__name__], registry._MODULES[NUMBER], registry._NUMBERS["sharing"]
+        registry.codec_by_number.cache_clear()

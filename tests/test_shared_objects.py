@@ -6,16 +6,20 @@ import zarr
 from kvcodecs import zarr_codec
 from kvcodecs.raw import Raw
 from kvcodecs.shared import pack_shared, shared_digest
-from sharing_codec import Sharing, packed, register
+from sharing_codec import Sharing, packed, registered
 
 import kvstore
 from kvstore import Model, keys
 
-register()
-
 MODEL = Model.uniform(name="m", n_layers=2, n_kv_heads=2, head_dim=8)
 BLOCK = 16
 TABLE = keys.shared_key(shared_digest(packed("a")))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _codec():
+    with registered():
+        yield
 
 
 @pytest.fixture(params=["memory", "lmdb", "zarr"])
