@@ -654,7 +654,7 @@ def test_the_worked_example_of_the_format():
     codewords = np.array([[0.5, 0.5], [0.5, 0], [0, -0.5], [-0.5, 0]], np.float32)
     book = replace(book, rotation_data=np.ones((2, 4), np.float32), codewords=codewords)
     x = np.array([[[1, 2, 3, 4], [1, 0, 0, -1], [-0.25, 0, 0.25, 0.25]]], np.float32)
-    params = replace(fit(FibQuant(2, 4, first_tokens=1), x, book=book), book=book)
+    params = fit(FibQuant(2, 4, axis="per_token", first_tokens=1), x, book=book)
     header = CODEC.pack(params)
     assert (header[:4].hex(), header[36:].hex()) == ("01000104", "0100")
     payload = bytes.fromhex("02 01 000101 01 00400038 0903 003c004000420044")
