@@ -111,7 +111,9 @@ def encode(book: Book, u: F32) -> Encoded:
 
 
 def decode(book: Book, norms: U16, indices: U8) -> F32:
-    """Return the values ``(n, d)`` of coded vectors; `Corrupt` if an index is none."""
+    """Return the values ``(n, d)`` of coded vectors; `Corrupt` if a norm or an index is none."""
+    if not ((norms > 0) & (norms < 0x7C00)).all():
+        raise Corrupt("FibQuant block: a norm is not finite, or not above 0")
     chosen = unpack_indices(indices, book.index_bits, book.d // book.k)
     if (chosen >= book.n_codewords).any():
         raise Corrupt(f"FibQuant block: index {chosen.max()} of {book.n_codewords} codewords")
