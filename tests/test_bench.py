@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from kvcodecs.blocks import SIMD_LEVELS
 from kvcodecs.errors import Corrupt
+from kvcodecs.fibquant import FibQuant
 from kvcodecs.ggml.schemes import SCHEMES
 from kvtools import bench, cli
 from kvtools.bench import byte_coders, many, peers, processes, rows, speed
@@ -354,6 +355,7 @@ def test_decoding_on_a_device(monkeypatch, capsys, host_library, tmp_path):
 
     for name, value in {"SIZES": (1, 5, 100), "COPY_BYTES": 4096, "UPLOAD_BYTES": 4096}.items():
         monkeypatch.setattr(device, name, value)
+    monkeypatch.setattr(device, "FIBQUANT", FibQuant(8, 4))  # built in no time
     path = tmp_path / "x.csv"
     with using(HostDevice(host_library)):
         assert cli.main(["bench", "--device", "cuda", "--reps", "1", "--csv", str(path)]) == 0
@@ -361,10 +363,13 @@ def test_decoding_on_a_device(monkeypatch, capsys, host_library, tmp_path):
     assert {row["group"] for row in rows} == {"device"}
     assert all(0 < float(row["value"]) < np.inf for row in rows)
     names = {row["name"] for row in rows}
-    assert {"kvr1, 100 blocks: decoded", "tkv1, 5 lanes: upload"} < names
+    assert {
+        "kvr1, 100 blocks: decoded", "tkv1, 5 lanes: upload", "fibquant, 100 blocks: of copy"
+    } < names  # fmt: skip
     table = capsys.readouterr().out
     assert "end to end GB/s" in table
-    assert len([line for line in table.splitlines() if line.startswith(("kvr1,", "tkv1,"))]) == 6
+    lines = [line for line in table.splitlines() if line.startswith(("kvr1,", "tkv1,", "fibq"))]
+    assert len(lines) == 9
 
 
 def test_a_device_that_decodes_wrong_is_found_out(monkeypatch, host_library, capsys):
@@ -388,6 +393,7 @@ def test_a_device_that_decodes_wrong_is_found_out(monkeypatch, host_library, cap
     arrays = iter(made)
     for name, value in {"SIZES": (64,), "COPY_BYTES": 4096, "UPLOAD_BYTES": 4096}.items():
         monkeypatch.setattr(device, name, value)
+    monkeypatch.setattr(device, "FIBQUANT", FibQuant(8, 4))
     monkeypatch.setattr(HostStream, "launch", wrong)
     with using(Wrong(host_library)):
         assert cli.main(["bench", "--device", "cuda", "--reps", "1"]) == 1

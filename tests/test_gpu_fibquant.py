@@ -16,6 +16,8 @@ from kvcodecs.vectors import VectorTables
 from kvgpu.host_device import HostDevice
 from kvgpu.launches import Limits
 
+import kvstore
+
 DTYPES = [np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
 HAAR, HADAMARD = 0, 1
 every_rotation = pytest.mark.parametrize("rotation", [HAAR, HADAMARD], ids=["haar", "hadamard"])
@@ -388,6 +390,32 @@ def test_more_vectors_than_kernels_number_are_refused():
     arrays[1]["n_tokens"][1] = 1 << 31
     with pytest.raises(InvalidArgument, match="block 1: 2\\^32 vectors"):
         _core.check_fib_blocks(*arrays, *sizes)
+
+
+@every_rotation
+def test_sessions(gpu, rotation, tmp_path, monkeypatch):
+    """Protected tokens and heads, statistics of channels, a tail, tokens kept raw by commits."""
+    monkeypatch.setenv("KVSTORE_CACHE", str(tmp_path / "books"))
+    model = kvstore.Model.uniform(
+        name="m", n_layers=2, n_kv_heads=2, head_dim=16, rope=Rope.from_theta(1e4, 16)
+    )
+    config = kvstore.FibQuant(
+        4, 16, rotation=("haar", "hadamard")[rotation], last_tokens=3, raw_heads=(1,),
+        raw_layers=(1,),
+    )  # fmt: skip
+    rng = np.random.default_rng(0)
+    with kvstore.open(tmp_path / "a.kv", mode="a") as archive:
+        options = {"codec": config, "model": model, "block_tokens": 16, "fit_tokens": 8}
+        with archive.create_session("s", **options) as session:
+            for n in (5, 60, 30):
+                session.append(*rng.standard_normal((2, 2, 2, n, 16), dtype=np.float32))
+                session.commit()
+        session = archive.session("s")
+        for at, (start, stop) in enumerate([(None, None), (3, 93), (40, 41)]):
+            for state in ("pre", "post"):
+                for layer, kind in ((0, "k"), (0, "v"), (1, "k")):
+                    args = layer, kind, start, stop, state, DTYPES[at]
+                    assert_same(gpu.get(session.read(*args, device="cuda")), session.read(*args))
 
 
 def test_a_book_shows_what_it_was_made_of():

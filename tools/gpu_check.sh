@@ -71,7 +71,8 @@ for tool in ${sanitizer:+memcheck racecheck}; do
   step "$tool"
   code=0
   before $((SECONDS < 240 ? SECONDS + 30 : 270)) "$sanitizer" --tool "$tool" --report-api-errors no \
-    --error-exitcode 99 "${tests[@]}" tests/test_gpu_decode.py -k 'any_grid and bfloat16' || code=$?
+    --error-exitcode 99 "${tests[@]}" tests/test_gpu_{decode,fibquant}.py \
+    -k 'any_grid and (bfloat16 or fibquant)' || code=$?
   case $code in
     0) ;;
     124 | 137) echo "$tool: no time left to finish" ;;
@@ -86,7 +87,7 @@ if [ "$code" != 0 ]; then  # the table that ends it is not there: make one of wh
   failed=$code
   printf '\n%-28s %s\n' "Measured until then" \
     "ms: upload, decode, total; GB/s: decoded, end to end; ratio: of copy, of raw upload"
-  sed -nE 's/^(kvstore: )?(tkv1|kvr1), ([0-9,]+ [a-z]+): (.*)/\2, \3\t\4/p' "$work/measured" |
+  sed -nE 's/^(kvstore: )?(tkv1|kvr1|fibquant), ([0-9,]+ [a-z]+): (.*)/\2, \3\t\4/p' "$work/measured" |
     while IFS=$'\t' read -r what numbers; do
       printf '%-28s %s\n' "$what" "$(sed -E 's/[a-z][a-z ]* ([0-9])/\1/g' <<<"$numbers")"
     done

@@ -41,8 +41,8 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     groups.add_argument(
         "--device", choices=("cuda",),
-        help="cuda: the group device: decode on the GPU, 1 to 1,000,000 blocks of KVR1 at once, "
-        "or lanes of TKV1, the parts of its blocks that decode by themselves",
+        help="cuda: the group device: decode on the GPU, 1 to 1,000,000 blocks of KVR1 or FibQuant "
+        "at once, or lanes of TKV1, the parts of its blocks that decode by themselves",
     )  # fmt: skip
     parser.add_argument("--csv", type=path, metavar="FILE", help="write the rows here as well")
     parser.add_argument(

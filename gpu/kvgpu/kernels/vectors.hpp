@@ -176,10 +176,10 @@ KV_DEVICE Together* rotate(const Group& group, Together* room, PerLane<bool>& ba
   return rotated;
 }
 
-KV_DEVICE bool is_finite(float value) {
+KV_DEVICE kv_u32 magnitude_of(float value) {
   FloatBits f;
   f.value = value;
-  return (f.bits & 0x7FFFFFFFu) < 0x7F800000u;
+  return f.bits & 0x7FFFFFFFu;
 }
 
 KV_DEVICE float raw_value(const kv_u8* values, kv_u64 i, OutputType type) {
@@ -215,7 +215,7 @@ KV_DEVICE void scale_vectors(const Group& group, Together* x, PerLane<bool>& bad
     if (has_channels) mean += s.channels + (kv_u64)group.head * d;
     const float* scale = mean + (has_channels ? (kv_u64)s.heads * d : 0);
     KV_EACH_LANE(i) {
-      if (bad_norm) bad[i] = true;
+      kv_u32 largest = bad_norm ? ~0u : 0;
       KV_ROLLED
       for (kv_u32 c = i; c < d; c += 32) {
         Together value = x[c];
@@ -227,10 +227,10 @@ KV_DEVICE void scale_vectors(const Group& group, Together* x, PerLane<bool>& bad
           for (kv_u32 t = 0; t < kTogether; ++t) value.of[t] = add(multiply(value.of[t], factor), offset);
         }
         KV_UNROLL
-        for (kv_u32 t = 0; t < kTogether; ++t)
-          if (!is_finite(value.of[t])) bad[i] = true;
+        for (kv_u32 t = 0; t < kTogether; ++t) keep_largest(largest, magnitude_of(value.of[t]));
         x[c] = value;
       }
+      if (overflows<kFloat32>(largest)) bad[i] = true;
     }
   }
   if (numbers.raw == 0) return;
@@ -238,12 +238,14 @@ KV_DEVICE void scale_vectors(const Group& group, Together* x, PerLane<bool>& bad
   for (kv_u32 t = 0; t < kTogether; ++t) {
     if (!numbers.is_raw(t)) continue;
     KV_EACH_LANE(i) {
+      kv_u32 largest = 0;
       KV_ROLLED
       for (kv_u32 c = i; c < d; c += 32) {
         const float value = raw_value(payload + parts.raw, (kv_u64)numbers.of[t] * d + c, parts.raw_type);
-        if (!is_finite(value)) bad[i] = true;
+        keep_largest(largest, magnitude_of(value));
         x[c].of[t] = value;
       }
+      if (overflows<kFloat32>(largest)) bad[i] = true;
     }
   }
 }

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from kvcodecs.codec import CodecConfig, codec_for
 from kvcodecs.errors import Corrupt, InvalidArgument
+from kvcodecs.fibquant import FibQuant
 from kvcodecs.frame import open_frame
 from kvcodecs.plan import Plan
 
@@ -28,7 +29,9 @@ if TYPE_CHECKING:
     from kvgpu.device import Device
 
 GROUP = "device"
-#: Lanes of TKV1, or blocks of KVR1, that are decoded at once.
+#: Measured beside KVR1 and TKV1.
+FIBQUANT = FibQuant()
+#: Lanes of TKV1, or blocks of the others, that are decoded at once.
 SIZES = (1, 64, 4_096, 65_536, 1_000_000)
 #: Of a block: a million of them fit the memory of a large device.
 BLOCK_TOKENS = 64
@@ -38,6 +41,7 @@ UPLOAD_BYTES = 64 << 20
 #: No action is repeated for longer.
 MOST_SECONDS = 5.0
 
+_DECODED = ("kvr1", "tkv1", "fibquant")
 _COLUMNS = {
     "upload": "ms", "decode": "ms", "total": "ms", "decoded": "GB/s", "end to end": "GB/s",
     "of copy": "ratio", "of raw upload": "ratio",
@@ -77,7 +81,7 @@ class Blocks:
         return "lanes" if self.plan.lanes.rows else "blocks"
 
     def repeated(self, n_lanes: int, out: Any) -> Plan:
-        """Return a plan of so many lanes, or of KVR1 blocks; block `i` goes to the `i`-th rows."""
+        """Return a plan of so many lanes, or of blocks; block `i` goes to the `i`-th rows."""
         plan = Plan()
         of_block = self.plan.targets.payloads
         n_blocks = -(-n_lanes // self.lanes_per_block)
@@ -89,16 +93,12 @@ class Blocks:
             block = np.arange(n_lanes) // self.lanes_per_block
             lanes["payload"], lanes["output"], lanes["row"] = block, 0, block * BLOCK_TOKENS
             plan.lanes = replace(self.plan.lanes, rows=[lanes])
+        elif self.plan.vectors.rows:
+            rows = _repeated(self.plan.vectors.rows, 1, n_blocks)
+            plan.vectors = replace(self.plan.vectors, rows=rows)
         else:
-            rows = self.plan.blocks.rows
-            # Fields 2, 3 and 7 are payload, output and row.
-            plan.blocks = replace(
-                self.plan.blocks,
-                rows=[
-                    (*row[:2], i, 0, *row[4:7], i * BLOCK_TOKENS, *row[8:])
-                    for i, row in enumerate((rows * -(-n_blocks // len(rows)))[:n_blocks])
-                ],
-            )
+            rows = _repeated(self.plan.blocks.rows, 2, n_blocks)
+            plan.blocks = replace(self.plan.blocks, rows=rows)
         return plan
 
     def rows_of(self, head: int, n_lanes: int) -> int:
@@ -108,6 +108,14 @@ class Blocks:
         whole, rest = divmod(n_lanes, self.lanes_per_block)
         per_head = self.lanes_per_block // len(self.truth)
         return (whole + (head < rest // per_head)) * BLOCK_TOKENS
+
+
+def _repeated(rows: list[tuple[int, ...]], at: int, n: int) -> list[tuple[int, ...]]:
+    """Return `n` blocks; the fields of theirs from `at` on are those of `Placement.of_block`."""
+    return [
+        (*row[:at], i, 0, *row[at + 2 : at + 5], i * BLOCK_TOKENS, *row[at + 6 :])
+        for i, row in enumerate((rows * -(-n // len(rows)))[:n])
+    ]
 
 
 def measure_device(
@@ -127,9 +135,12 @@ def measure_device(
     from kvgpu.device import current
 
     device = current()
-    configs = {name: c for name, c in rivals(config).items() if name in ("tkv1", "kvr1")}
+    configs = {name: c for name, c in rivals(config).items() if name in _DECODED}
     if not configs:
-        raise InvalidArgument(f"{config.codec}: devices decode tkv1 and kvr1; give one of them")
+        raise InvalidArgument(
+            f"{config.codec}: devices decode {', '.join(_DECODED)}; give one of them"
+        )
+    configs.setdefault("fibquant", FIBQUANT)
     copy, upload = _copy_rate(device, reps), _upload_rate(device, reps)
     rows = [
         Row(GROUP, "copy on the device", copy, "GB/s", "bytes copied, each read and written"),
