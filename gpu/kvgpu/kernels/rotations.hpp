@@ -14,7 +14,7 @@ struct alignas(16) Together {
 };
 
 template <kv_u32 kOutputs>
-KV_DEVICE void add_products(Together (&sums)[kOutputs], const float* row, const Together& g) {
+KV_DEVICE void add_products(Together (&sums)[kOutputs], const float* row, Together g) {
   KV_UNROLL
   for (kv_u32 m = 0; m < kOutputs; ++m) {
     const float q = load(row + 32 * m);
@@ -24,7 +24,7 @@ KV_DEVICE void add_products(Together (&sums)[kOutputs], const float* row, const 
 }
 
 template <kv_u32 kOutputs>
-KV_DEVICE void set_products(Together (&sums)[kOutputs], const float* row, const Together& g) {
+KV_DEVICE void set_products(Together (&sums)[kOutputs], const float* row, Together g) {
   KV_UNROLL
   for (kv_u32 m = 0; m < kOutputs; ++m) {
     const float q = load(row + 32 * m);
