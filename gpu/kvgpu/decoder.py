@@ -25,7 +25,7 @@ def decode(
 ) -> None:
     """Decode everything of a plan into arrays of the device; the bits are those of `Plan.run`.
 
-    Tables and payloads go up in one piece, then one kernel for each codec decodes all blocks.
+    Tables and payloads go up in one piece, then kernels of each codec decode all its blocks.
     Blocks of codecs that have no kernel (raw values, ggml rows) are decoded by the CPU, and only
     placed by the device.
 
