@@ -254,6 +254,25 @@ def one_vector(values, norm=1.0, scale=1.0):
     return Stream(tables, [(0, 1, payload)], RopeTable(0, *np.full((2, 1, d // 2), 1, np.float32)))
 
 
+@pytest.mark.parametrize("norm", [0, -1, np.inf, -np.inf, np.nan])
+def test_norms_that_no_encoder_writes(gpu, norm):
+    stream = one_vector([1, 2, 3, 4], norm=norm)
+    error = error_of(stream.add(Plan(), 0, 1, np.zeros((1, 1, 4), np.float32)).run)
+    assert error[0] is Corrupt
+    out = gpu.put(np.zeros((1, 1, 4), np.float32))
+    assert error_of(kvgpu.decode, stream.add(Plan(), 0, 1, out)) == error
+
+
+def test_negative_zeros_stay(gpu):
+    stream = one_vector([-0.0] * 4)
+    stream.tables = replace(stream.tables, channels=None)
+    want, out = np.ones((1, 1, 4), np.float32), gpu.put(np.ones((1, 1, 4), np.float32))
+    stream.add(Plan(), 0, 1, want).run()
+    assert np.signbit(want).all()
+    kvgpu.decode(stream.add(Plan(), 0, 1, out))
+    assert_same(gpu.get(out), want)
+
+
 def test_overflow_is_what_the_cpu_says(gpu):
     fine, large = one_vector([1, 2, 3, 4]), one_vector([1, 2, 3, 4], norm=6e4)
     infinite = one_vector([1, 2, 3, 4], norm=6e4, scale=3e38)

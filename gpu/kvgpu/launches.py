@@ -24,6 +24,8 @@ _RESIDENT: Final = 1024
 _SCRATCH_BYTES: Final = 1 << 30
 #: Tables in shared memory pay only where every processor decodes so many blocks.
 _COMPACT_FROM: Final = 32
+#: FibQuant: warps of a processor that the registers leave room for, kernels/arguments.hpp.
+_VECTOR_WARPS: Final = 28
 #: FibQuant: so many warps of a processor are enough for room in shared memory to pay.
 _FEW_WARPS: Final = 8
 
@@ -133,7 +135,7 @@ def vector_grid(n_pieces: int, words: int, limits: Limits) -> Grid:
         That a warp needs for the longest vectors.
     """
     room = limits.shared_bytes // 4
-    warps = min(max(-(-n_pieces // limits.n_processors), 1), _RESIDENT // WARP)
+    warps = min(max(-(-n_pieces // limits.n_processors), 1), _VECTOR_WARPS)
     if room >= _FEW_WARPS * words:
         warps = min(warps, room // words)
     shared = min(words, room // warps // WARP * WARP)

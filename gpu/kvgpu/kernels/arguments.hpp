@@ -105,6 +105,7 @@ struct VectorArguments {
 static_assert(sizeof(VectorArguments) == 144, "structs.VECTOR_ARGUMENTS");
 
 constexpr kv_u32 kPieceRows = 16;
+constexpr kv_u32 kMaxVectorWarps = 28;  // of a thread block: 896 threads, 72 registers each
 
 // Values at hand, [heads][rows][channels] of the target's type without gaps.
 struct Copy {

@@ -30,12 +30,12 @@ extern "C" __global__ void __launch_bounds__(32 * kv::gpu::kMaxWarps, 1)
                          shared + kv::kvr1::kCompactWords);
 }
 
-extern "C" __global__ void __launch_bounds__(128) kv_look_through_payloads(const kv::gpu::VectorArguments* arguments) {
+extern "C" __global__ void __launch_bounds__(32) kv_look_through_payloads(const kv::gpu::VectorArguments* arguments) {
   kv::gpu::look_through_payloads(*arguments, (kv_u64)blockIdx.x * blockDim.x + threadIdx.x,
                                  (kv_u64)gridDim.x * blockDim.x);
 }
 
-extern "C" __global__ void __launch_bounds__(32 * kv::gpu::kMaxWarps, 1)
+extern "C" __global__ void __launch_bounds__(32 * kv::gpu::kMaxVectorWarps, 1)
     kv_decode_vectors(const kv::gpu::VectorArguments* arguments) {
   extern __shared__ kv::gpu::Together rooms[];
   const kv_u32 warp = threadIdx.x / 32;
