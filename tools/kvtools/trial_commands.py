@@ -11,7 +11,7 @@ from kvtools.values import path, up_to
 #: The groups of `bench`.
 BENCH_GROUPS = (
     "codec", "rate", "peers", "file", "range", "open", "append", "prefix", "zarr", "schemes",
-    "rows", "attention", "flat", "import", "memory", "device",
+    "rows", "attention", "flat", "vectors", "normal", "quality", "import", "memory", "device",
 )  # fmt: skip
 #: Bounds of what `bench` repeats and writes.
 MAX_REPS = 10_000
@@ -34,10 +34,12 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     )
     groups = parser.add_mutually_exclusive_group()
     groups.add_argument(
-        "--family", choices=("blockquant",),
+        "--family", choices=("blockquant", "fibquant"),
         help="blockquant: the groups about ggml's schemes (schemes, rows, attention, flat): what "
-        "each does to K, V and attention, and how fast rows are coded and read; minutes, with "
-        "--only less",
+        "each does to K, V and attention, and how fast rows are coded and read; fibquant: those "
+        "about FibQuant (vectors, normal, quality): its speed, its error on normal values, and "
+        "what it does to K, V and attention beside others of as many bits; minutes, with --only "
+        "less",
     )  # fmt: skip
     groups.add_argument(
         "--device", choices=("cuda",),

@@ -47,11 +47,15 @@ def build_codewords(profile: Profile) -> tuple[F32, LloydReport]:
             f"training_samples {profile.training_samples} of {k} values: at most "
             f"{_MOST_TRAINING_VALUES} values; use fewer"
         )
-    samples = fib_training_vectors(
-        profile.codebook_seed ^ _TRAINING_SEED, d, k, max(profile.training_samples, n)
-    )
-    codewords, report = refine(profile, samples, initial_codewords(d, k, n))
+    codewords, report = refine(profile, training_vectors(profile), initial_codewords(d, k, n))
     return np.ascontiguousarray(codewords, np.float32), report
+
+
+def training_vectors(profile: Profile) -> F64:
+    """Return what codewords are refined on ``(n, k)``: parts of random unit vectors."""
+    n = max(profile.training_samples, profile.codebook_size)
+    seed = profile.codebook_seed ^ _TRAINING_SEED
+    return fib_training_vectors(seed, profile.ambient_dim, profile.block_dim, n)
 
 
 def initial_codewords(d: int, k: int, n: int) -> F64:

@@ -109,7 +109,7 @@ def refine(profile: Profile, samples: F64, initial: F64) -> tuple[F64, LloydRepo
     best_restart = 0
     events: list[RepairEvent] = []
     for restart in range(profile.lloyd_restarts):
-        codewords = initial if restart == 0 else _rotated(initial, profile, restart)
+        codewords = initial if restart == 0 else rotated(initial, profile, restart)
         for iteration in range(profile.lloyd_iterations):
             cells, distances = _nearest(samples, codewords)
             codewords, counts = _centroids(samples, cells, len(initial))
@@ -192,7 +192,8 @@ def _centroids(samples: F64, cells: Cells, n: int) -> tuple[F64, npt.NDArray[np.
     return sums / np.maximum(counts, 1)[:, None], counts
 
 
-def _rotated(initial: F64, profile: Profile, restart: int) -> F64:
+def rotated(initial: F64, profile: Profile, restart: int) -> F64:
+    """Return the first codewords as a restart turns them."""
     seed = (profile.codebook_seed + restart * _RESTART_STEP) % (1 << 64)
     q = haar(seed, initial.shape[1])
     out = np.zeros_like(initial)

@@ -80,16 +80,22 @@ def run_bench(args: argparse.Namespace) -> int:
 
 
 def _show(rows: list[Row]) -> None:
-    from kvtools.bench import device, schemes
+    from kvtools.bench import device, normal_values, quality, schemes, vector_speed
 
-    reports = {schemes.GROUP: schemes.show_schemes, device.GROUP: device.show_device}
+    reports = {
+        schemes.GROUP: schemes.show_schemes,
+        device.GROUP: device.show_device,
+        vector_speed.GROUP: vector_speed.show_vectors,
+        normal_values.GROUP: normal_values.show_normal,
+        quality.GROUP: quality.show_quality,
+    }
     others = [row for row in rows if row.group not in reports]
     for group, show in reports.items():
         report = [row for row in rows if row.group == group]
         if report:
             show(report)
-        if report and len(report) < len(rows):
-            print()
+            if report[-1] is not rows[-1]:
+                print()
     if others:
         lines = [(f"{r.group}: {r.name}", number_text(r.value), r.unit, r.note) for r in others]
         show_table("", ("what", "value", "unit", "note"), lines)
@@ -196,6 +202,24 @@ def _flat(args: argparse.Namespace, _: CodecConfig, sample: Sample, path: Path) 
     return measure_flat(sample, args.reps, path)
 
 
+def _vectors(args: argparse.Namespace, _: CodecConfig, sample: Sample, __: Path) -> list[Row]:
+    from kvtools.bench.vector_speed import measure_vectors
+
+    return measure_vectors(sample, args.reps)
+
+
+def _normal(*_: object) -> list[Row]:
+    from kvtools.bench.normal_values import measure_normal
+
+    return measure_normal()
+
+
+def _quality(_: argparse.Namespace, __: CodecConfig, sample: Sample, ___: Path) -> list[Row]:
+    from kvtools.bench.quality import measure_quality
+
+    return measure_quality(sample)
+
+
 def _device(args: argparse.Namespace, config: CodecConfig, sample: Sample, _: Path) -> list[Row]:
     from kvtools.bench.device import measure_device
 
@@ -216,12 +240,18 @@ GROUPS: dict[str, _Group] = {
     "rows": _rows,
     "attention": _attention,
     "flat": _flat,
+    "vectors": _vectors,
+    "normal": _normal,
+    "quality": _quality,
     "import": _import,
     "memory": _memory,
     "device": _device,
 }
 
 #: The groups of ``--family``.
-FAMILIES: dict[str, tuple[str, ...]] = {"blockquant": ("schemes", "rows", "attention", "flat")}
+FAMILIES: dict[str, tuple[str, ...]] = {
+    "blockquant": ("schemes", "rows", "attention", "flat"),
+    "fibquant": ("vectors", "normal", "quality"),
+}
 #: Those that ``--codec`` changes nothing of.
-WITHOUT_CODEC = {*FAMILIES["blockquant"], "import"}
+WITHOUT_CODEC = {*(name for groups in FAMILIES.values() for name in groups), "import"}

@@ -22,9 +22,9 @@ from kvcodecs.ggml import dequantise, quantise
 from kvcodecs.ggml.schemes import scheme_by_name
 from kvcodecs.spec import F32
 
+from kvtools.bench.heads import heads_of, rows_of
 from kvtools.bench.processes import run_python
 from kvtools.bench.rows import Row, interleaved
-from kvtools.bench.schemes import heads_of, rows_of
 from kvtools.sample import Sample
 
 GROUP = "attention"

@@ -17,8 +17,8 @@ from kvcodecs.ggml import dequantise, quantise
 from kvcodecs.spec import F32
 
 from kvstore.flat import FlatLayer
+from kvtools.bench.heads import heads_of, rows_of
 from kvtools.bench.rows import Row, interleaved
-from kvtools.bench.schemes import heads_of, rows_of
 from kvtools.sample import Sample
 
 GROUP = "flat"
