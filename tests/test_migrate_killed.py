@@ -222,7 +222,7 @@ def test_killed_from_outside_again_and_again(tmp_path, how):
             stdout=subprocess.PIPE,
         )
         process.stdout.readline()
-        time.sleep(rng.uniform(0, 0.05 * (1 + n_killed)))
+        time.sleep(rng.uniform(0, 0.15 * (1 + n_killed)))
         ended = process.poll() is not None
         if not ended:
             process.kill()
