@@ -18,12 +18,13 @@ from .changes import (
     truncate_session,
 )
 from .forklock import ForkLock
+from .given import Tensors
 from .identity import Model
 from .lineage import check_position
 from .matching import Promise
 from .metadata import check_metadata
 from .stored_session import StoredSession
-from .writer import SessionWriter, Tensors
+from .writer import SessionWriter
 
 if TYPE_CHECKING:
     from .opened import OpenArchive

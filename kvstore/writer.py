@@ -10,19 +10,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import Final, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 from kvcodecs.errors import Closed, InvalidArgument, KvError, Locked, NotFound
 from kvcodecs.plan import available_cpus, check_threads
 from kvcodecs.rope import Rope, RopeTable, to_coded
-from kvcodecs.spec import F32, Kind, KState
-from kvcodecs.tensor import as_array, check_tensor
+from kvcodecs.spec import F32, KState
 
 from . import keys
 from .backend import Lease, Snapshot, Transaction
 from .catalog import Catalog
+from .given import Tensor, Tensors, given_ids, given_starts, given_tensors
 from .layout import make_streams
 from .pieces import pieces
 from .prefix_upkeep import PrefixKeys
@@ -36,10 +35,7 @@ from .sharing import claims_of, put_record, settled
 from .spans import header_of
 from .stored_rows import StoredRows
 from .stream import Prepared, StreamWriter
-from .token_ids import CHUNK_TOKENS, Ids, check_ids, pack_ids, read_ids
-
-Tensor: TypeAlias = npt.NDArray[Any]
-Tensors: TypeAlias = "Tensor | Sequence[Tensor | None] | None"
+from .token_ids import CHUNK_TOKENS, Ids, pack_ids, read_ids
 
 #: Tokens that are brought into the coded domain at a time.
 PASS_TOKENS: Final = 1024
@@ -111,12 +107,13 @@ class SessionWriter:
                 f"{self._where}: append at start={start}, but n_tokens={self.n_tokens} tokens "
                 f"are there ({self.record.n_tokens} committed)"
             )
-        tensors = self._tensors({"k": k, "v": v})
+        tensors = given_tensors(self._model, {"k": k, "v": v}, self._where)
         n_new = max(x.shape[1] for x in tensors.values())
         if self.n_tokens + n_new > MAX_TOKENS:
             raise InvalidArgument(f"{self._where}: more than {MAX_TOKENS} tokens")
-        ids = self._check_ids(token_ids, n_new)
-        starts = {name: self._check_count(name, x.shape[1], n_new) for name, x in tensors.items()}
+        ids = given_ids(token_ids, n_new, self.n_tokens, has_ids=self._has_ids, where=self._where)
+        counts = {name: x.shape[1] for name, x in tensors.items()}
+        starts = given_starts(self._model, counts, n_new, self.n_tokens, self._where)
         n_threads = check_threads(n_threads) or available_cpus()
         n_values = sum(x.size for x in tensors.values())
         n_workers = min(n_threads, len(tensors)) if n_values >= _MANY_VALUES else 1
@@ -253,55 +250,6 @@ class SessionWriter:
         n_ids = n % CHUNK_TOKENS
         if self._has_ids and n_ids:
             self._ids = [read_ids(snapshot, record, n - n_ids, n, self._where)]
-
-    def _tensors(self, given: Mapping[Kind, Tensors]) -> dict[StreamName, Tensor]:
-        """Return the tensor of every stream, checked for shape and dtype."""
-        found: dict[StreamName, Tensor] = {}
-        for kind, tensors in given.items():
-            n_layers = self._model.n_layers
-            items: Any = [None] * n_layers if tensors is None else tensors
-            if not hasattr(items, "__len__"):
-                raise InvalidArgument(f"{self._where}: {kind} is no sequence of layers")
-            if len(items) != n_layers:
-                raise InvalidArgument(
-                    f"{self._where}: {kind} has {len(items)} layers, the model {n_layers}"
-                )
-            for layer, item in enumerate(items):
-                where = f"{self._where} layer {layer} {kind}"
-                has_stream = (layer, kind) in self._streams
-                if (item is not None) != has_stream:
-                    what = "given, but the model has none" if item is not None else "missing"
-                    raise InvalidArgument(f"{where}: {what}")
-                if has_stream:
-                    x = as_array(item, where)
-                    check_tensor(x, self._model.stream(layer, kind), where)
-                    found[layer, kind] = x
-        return found
-
-    def _check_count(self, name: StreamName, n: int, n_new: int) -> int | None:
-        """Check a stream's number of new tokens; return where it starts if that moves."""
-        layer, kind = name
-        if n == n_new:
-            return None
-        windowed = self._model.layers[layer].window is not None
-        if windowed and self.n_tokens == 0:
-            return n_new - n
-        hint = "; only the first append may be shorter" if windowed else ""
-        raise InvalidArgument(
-            f"{self._where} layer {layer} {kind}: {n} tokens, other layers bring {n_new}{hint}"
-        )
-
-    def _check_ids(self, token_ids: object, n_new: int) -> Ids | None:
-        if token_ids is None:
-            if self._has_ids and n_new:
-                raise InvalidArgument(f"{self._where}: token_ids missing; earlier tokens have them")
-            return None
-        if self.n_tokens and not self._has_ids:
-            raise InvalidArgument(f"{self._where}: token_ids given; earlier tokens have none")
-        try:
-            return check_ids(token_ids, n_new)
-        except InvalidArgument as error:
-            raise InvalidArgument(f"{self._where}: {error}") from error
 
     def _prepare_all(
         self,
