@@ -21,18 +21,17 @@ from kvcodecs.codec import (
     CodedRows,
     KeepingEncoder,
     RowEncoder,
-    codec_by_number,
     codec_for,
     last_tokens,
 )
 from kvcodecs.frame import BytesLike, ErrorStats, header_tag, pack_frame, seal_record
 from kvcodecs.plan import available_cpus
-from kvcodecs.raw import Raw
 from kvcodecs.spec import F32, Kind, KState, StreamSpec
 
 from . import keys
 from .codings import Coding
 from .newest import Newest
+from .raw_head import RAW, RawHead, check_raw
 from .records import HEADER_MAGIC, located
 from .session_record import StreamState
 from .shared_objects import object_puts
@@ -105,11 +104,8 @@ class StreamWriter:
         self._fit_tokens = 1 if at_once else fit_tokens
         self._due_tokens = 1 if at_once else max(state.block_tokens, fit_tokens)
         self._state = state
-        self._raw = codec_by_number(0)
         # Before the header is fixed.
-        self._waiting: list[F32] = []
-        self._dtype: str | None = None
-        self._post = False
+        self._head = RawHead()
         # After.
         self._params: Any = None
         self._header = b""
@@ -161,7 +157,7 @@ class StreamWriter:
 
     def resume_head(self, coded: F32, dtype: str, *, post: bool) -> None:
         """Go on with the committed tokens of a stream without header, and their stored dtype."""
-        self._waiting, self._dtype, self._post = [coded], dtype, post
+        self._head.add([coded], dtype, post=post)
         self.end = self._state.start + coded.shape[1]
 
     def resume_blocks(
@@ -221,14 +217,10 @@ class StreamWriter:
             due = n_waiting >= self._due_tokens
             # A fit finds what is not finite as well, but counts tokens from the stream's first.
             if not due or self._state.start:
-                as_is = self._raw.fit(Raw(), self.spec, chunks)
-                position = self.end
-                for chunk in chunks():
-                    self._raw.check(as_is, chunk, position)
-                    position += chunk.shape[1]
+                check_raw(self.spec, chunks, self.end)
             if not due:
                 return prepared
-            params = self._fit(lambda: self._all(chunks()), post or self._post)
+            params = self._fit(lambda: self._all(chunks()), post or self._head.post)
         return replace(prepared, params=params)
 
     def prepare_rows(self, stored: StoredRows) -> Prepared | None:
@@ -257,12 +249,9 @@ class StreamWriter:
             return
         self._dirty = True
         if self._params is None and prepared.params is None:
-            self._waiting += [np.array(chunk) for chunk in prepared.chunks()]
+            values = cast("Iterable[F32]", prepared.chunks())
+            self._head.add(values, prepared.dtype, post=prepared.post)
             self.end += prepared.n_tokens
-            # Two dtypes meet in float32, which holds every value of either.
-            same = self._dtype in (None, prepared.dtype)
-            self._dtype = prepared.dtype if same else "float32"
-            self._post = self._post or prepared.post
             return
         if self._params is None:
             self._fix(prepared.params, self._codec.pack(prepared.params))
@@ -285,7 +274,7 @@ class StreamWriter:
         if not self.is_due:
             return
         with located(self.where):
-            params = self._fit(lambda: self._all(()), self._post)
+            params = self._fit(lambda: self._all(()), self._head.post)
         self._fix(params, self._codec.pack(params))
 
     def take_sealed(self) -> list[Put]:
@@ -306,7 +295,8 @@ class StreamWriter:
         for chunk in self._newest.take():
             self._code(chunk, keep=True)
         if self._params is None:
-            yield self._key(keys.HEAD), self._head_frame()
+            head = self._head.encoder(self.spec, self._state.start)
+            yield self._key(keys.HEAD), self._frame(RAW, head, self._state.start)
             return
         if not self._header_stored:
             yield from object_puts(self._codec.shared(self._params).items())
@@ -327,7 +317,7 @@ class StreamWriter:
         self._dirty = False
 
     def _all(self, new: Iterable[F32]) -> Iterator[F32]:
-        yield from self._waiting
+        yield from self._head.chunks
         yield from new
 
     def _fit(self, chunks: Chunks, post: bool) -> Any:
@@ -342,8 +332,8 @@ class StreamWriter:
 
     def _fix(self, params: Any, header: bytes) -> None:
         self._params, self._header, self._tag = params, header, header_tag(header)
-        waiting, self._waiting, self.end = self._waiting, [], self._state.start
-        for chunk in waiting:
+        self.end = self._state.start
+        for chunk in self._head.take():
             self._push(chunk)
 
     def _push(self, chunk: F32 | CodedRows, on_seal: Callable[[], None] | None = None) -> None:
@@ -387,32 +377,20 @@ class StreamWriter:
         return keys.stream_key(prefix, self.owner, self.layer, self.kind)
 
     def _block_frame(self, encoder: BlockEncoder) -> bytes:
+        return self._frame(self._codec, encoder, self._block_start, self._tag)
+
+    def _frame(
+        self, codec: BlockCodec, encoder: BlockEncoder, first_token: int, tag: int = 0
+    ) -> bytes:
         return pack_frame(
-            codec=self._codec.number,
+            codec=codec.number,
             kind=self.kind,
             owner=self.owner,
             layer=self.layer,
-            first_token=self._block_start,
+            first_token=first_token,
             n_tokens=encoder.n_tokens,
             payload=encoder.payload(),
-            header_tag=self._tag,
-            error=encoder.error,
-        )
-
-    def _head_frame(self) -> bytes:
-        coded = np.concatenate(self._waiting, axis=1)
-        self._waiting = [coded]
-        params = self._raw.fit(Raw(self._dtype), self.spec, lambda: self._waiting)
-        encoder = self._raw.encoder(params, self._state.start)
-        encoder.push(coded)
-        return pack_frame(
-            codec=self._raw.number,
-            kind=self.kind,
-            owner=self.owner,
-            layer=self.layer,
-            first_token=self._state.start,
-            n_tokens=coded.shape[1],
-            payload=encoder.payload(),
+            header_tag=tag,
             error=encoder.error,
         )
 
