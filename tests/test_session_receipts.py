@@ -156,7 +156,7 @@ def test_receipts_of_commits(tmp_path, codec, backend):
     memory.discard("x")
 
 
-FIB = FibQuant(4, 16, first_tokens=20, last_tokens=3, raw_layers=(1,))
+FIB = FibQuant(4, 16, axis="role_aware", first_tokens=20, last_tokens=3, raw_layers=(1,))
 
 
 def test_what_fibquant_keeps_raw_is_told(archive):
