@@ -479,3 +479,23 @@ def test_examples(module, monkeypatch, tmp_path):
     failed, tried = doctest.testmod(module)
     assert tried
     assert not failed
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"protected": FallbackPolicy()},
+        {"fallback": "keep_raw"},
+        {"budget": 0.5},
+        {"calibration": "blake3:"},
+        {"tokens_per_page": None},
+        {"tokens_per_page": 1.5},
+    ],
+)
+def test_parts_of_other_types_are_refused(changes):
+    with pytest.raises(InvalidArgument, match=r"give a |must be an integer"):
+        KvProfile.of(KEYS, BOOK, **changes)
+    with pytest.raises(InvalidArgument, match="book is a Profile: give a Book"):
+        KvProfile.of(KEYS, BOOK.profile)
+    with pytest.raises(InvalidArgument, match="shape is a tuple: give a TensorShape"):
+        PROFILE.validate(KEYS.array_shape)

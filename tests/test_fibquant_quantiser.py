@@ -197,3 +197,34 @@ def test_fast_rotations_are_as_good_as_dense_ones(d):
         error = ((coder.decode(coder.encode(x)) - x) ** 2).sum(1) / (x**2).sum(1)
         errors[rotation] = np.array([error[:1500].mean(), error[1500:].mean()])
     assert (errors["hadamard"] < 1.1 * errors["haar"]).all()
+
+
+@pytest.mark.parametrize(
+    "x", [None, "x", [["1"] * 8], np.ones((2, 8), int), np.ones((2, 8), complex), [[1], [1, 2]]]
+)
+def test_what_are_no_floats_is_refused(small, x):
+    with pytest.raises(InvalidArgument, match="FibQuant: vectors"):
+        small.encode(x)
+
+
+def test_float64_beyond_float32_is_refused_as_not_finite(small):
+    with pytest.raises(InvalidArgument, match="vector 1, channel 0"):
+        small.encode(np.array([[1.0] * 8, [1e300] * 8]))
+
+
+def test_codes_of_other_types_are_refused(small):
+    norms, indices = small.encode(normal(2, 8))
+    for wrong in (
+        Codes(norms.astype(np.float32), indices),
+        Codes(norms, indices.astype(np.int16)),
+        Codes(norms, None),
+        (norms, indices),
+        None,
+    ):
+        with pytest.raises(InvalidArgument, match=r"float16 and uint8|give a Codes"):
+            small.decode(wrong)
+
+
+def test_a_profile_is_no_book(small):
+    with pytest.raises(InvalidArgument, match="is a Profile: give a Book"):
+        Quantiser(small.book.profile)

@@ -19,6 +19,7 @@ from ..frame import BytesLike, byte_view
 from ..varints import read_varints, varint
 from . import cache
 from .codebook import build_codewords
+from .documents import check_type
 from .lloyd import LloydReport
 from .profile import Profile, Rotation
 from .rotation import build_rotation, rotation_digest, rotation_shape
@@ -180,6 +181,7 @@ def book_for(profile: Profile) -> Book:
     InvalidArgument
         A profile that is not valid or cannot be built.
     """
+    check_type(profile, Profile, f"{_WHERE}: profile")
     profile.validate()
     key = profile.digest()
     book = _of_profiles.get(key)

@@ -12,7 +12,7 @@ from ..digests import is_digest, tensor_digest
 from ..errors import InvalidArgument
 from ..spec import F32
 from .config import Axis
-from .documents import Document, check_choice
+from .documents import Document, check_choice, check_type
 from .policies import axis_of_role
 from .shape import Role, TensorShape
 
@@ -112,6 +112,7 @@ def calibrate(values: F32, shape: TensorShape, *, outlier_threshold: float) -> C
     >>> summary.mean_norm, summary.max_norm, summary.outlier_count, summary.recommended_axis
     (3.0, 5.0, 1, 'per_channel')
     """
+    check_type(shape, TensorShape, "calibration: shape")
     x = shape.check_values(values, "calibration")
     if isinstance(outlier_threshold, bool) or not isinstance(outlier_threshold, int | float):
         raise InvalidArgument(f"calibration: outlier_threshold {outlier_threshold!r}: no number")

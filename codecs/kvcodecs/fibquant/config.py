@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Final, Literal, TypeAlias, get_args
 
 from ..errors import Corrupt, InvalidArgument, Unsupported
 from ..quantiser import check_integer
+from .documents import check_choice
 from .profile import MAX_BLOCK_DIM, MAX_CODEBOOK_SIZE, Profile, Rotation
 from .quality import QualityBudget
 
@@ -92,11 +93,7 @@ class FibQuant:
             if not lo <= value <= hi:
                 raise InvalidArgument(f"FibQuant: {name} {value} is not {lo} to {hi}")
         for name, known in (("rotation", Rotation), ("axis", Axis), ("on_failure", OnFailure)):
-            value = getattr(self, name)
-            if value not in get_args(known):
-                raise InvalidArgument(
-                    f"FibQuant: {name} {value!r}: use one of {', '.join(get_args(known))}"
-                )
+            check_choice(getattr(self, name), f"FibQuant: {name}", get_args(known))
         for name in ("raw_layers", "raw_heads"):
             object.__setattr__(self, name, _indices(getattr(self, name), f"FibQuant: {name}"))
         if self.budget is not None and not isinstance(self.budget, QualityBudget):

@@ -68,6 +68,12 @@ class Document:
         return tuple(value) if isinstance(value, list) else value
 
 
+def check_type(value: object, kind: type, what: str) -> None:
+    """Raise `InvalidArgument` unless `value` is a `kind`."""
+    if not isinstance(value, kind):
+        raise InvalidArgument(f"{what} is a {type(value).__name__}: give a {kind.__name__}")
+
+
 def check_u32(value: object, what: str, least: int = 0) -> None:
     """Raise `InvalidArgument` unless `value` is an integer from `least` to 2^32 - 1."""
     if type(value) is not int or not least <= value <= MAX_U32:

@@ -46,6 +46,7 @@ class PageGeometry(Document):
         cls, shape: TensorShape, tokens_per_page: int, *, block_dim: int, codebook_size: int
     ) -> Self:
         """Return pages of `tokens_per_page` tokens; of all tokens where there are fewer."""
+        check_u32(tokens_per_page, "page geometry: tokens_per_page", 1)
         tokens = min(tokens_per_page, shape.tokens)
         n_bytes = coded_bytes(shape.head_dim, block_dim, codebook_size)
         return cls(tokens, 1, shape.head_dim, n_bytes, 4 * shape.head_dim)

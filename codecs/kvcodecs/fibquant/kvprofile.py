@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Final, Self, get_args
+from typing import ClassVar, Final, Self, get_args
 
 from ..digests import is_digest
 from ..errors import InvalidArgument
+from .book import Book
 from .calibration import NO_CALIBRATION, CalibrationSummary
 from .config import Axis
-from .documents import Document, check_choice
+from .documents import Document, check_choice, check_type
 from .geometry import PageGeometry, coded_bytes
 from .policies import FallbackPolicy, ProtectedPolicy
 from .profile import Profile
 from .quality import QualityBudget
 from .shape import Role, TensorShape
-
-if TYPE_CHECKING:
-    from .book import Book
 
 TOKENS_PER_PAGE: Final = 128
 
@@ -95,8 +92,12 @@ class KvProfile(Document):
         >>> KvProfile.of(shape, book, tokens_per_page=4).page_geometry.page_count(shape)
         3
         """
-        if calibration is not None and calibration.shape_digest != shape.digest():
-            raise InvalidArgument("KV profile: the calibration is of another shape")
+        check_type(shape, TensorShape, "KV profile: shape")
+        check_type(book, Book, "KV profile: book")
+        if calibration is not None:
+            check_type(calibration, CalibrationSummary, "KV profile: calibration")
+            if calibration.shape_digest != shape.digest():
+                raise InvalidArgument("KV profile: the calibration is of another shape")
         fib = book.profile
         profile = cls(
             profile_id=profile_id,
@@ -126,6 +127,9 @@ class KvProfile(Document):
         InvalidArgument
             The first that is wrong.
         """
+        check_type(shape, TensorShape, "KV profile: shape")
+        for name, part in _PARTS.items():
+            check_type(getattr(self, name), part, f"KV profile: {name}")
         fib, head_dim = self.fib_profile, shape.head_dim
         if not isinstance(self.profile_id, str) or not self.profile_id:
             raise InvalidArgument(f"KV profile: profile_id {self.profile_id!r}: give a name")
@@ -164,6 +168,7 @@ class KvProfile(Document):
 
     def check_book(self, book: Book) -> None:
         """Raise `InvalidArgument` unless `book` is the one that the profile names."""
+        check_type(book, Book, "KV profile: book")
         self._check_digest("fib_profile_digest", book.profile.digest())
         self._check_digest("rotation_digest", book.rotation_digest)
         self._check_digest("codebook_digest", book.codebook_digest)
@@ -174,13 +179,13 @@ class KvProfile(Document):
 
     @classmethod
     def _read(cls, name: str, value: object) -> object:
-        return _PARTS[name](value) if name in _PARTS else value
+        return _PARTS[name].from_json(value) if name in _PARTS else value
 
 
-_PARTS: Final[dict[str, Callable[[object], object]]] = {
-    "fib_profile": Profile.from_json,
-    "page_geometry": PageGeometry.from_json,
-    "protected_policy": ProtectedPolicy.from_json,
-    "fallback_policy": FallbackPolicy.from_json,
-    "quality_budget": QualityBudget.from_json,
+_PARTS: Final[dict[str, type[Profile | Document]]] = {
+    "fib_profile": Profile,
+    "page_geometry": PageGeometry,
+    "protected_policy": ProtectedPolicy,
+    "fallback_policy": FallbackPolicy,
+    "quality_budget": QualityBudget,
 }

@@ -178,13 +178,14 @@ class _Header(NamedTuple):
         digest = _bytes(view, at, SHARED_BYTES)
         (first_tokens, n_raw), at = read_varints(view, at + SHARED_BYTES, 2, _WHERE)
         raw_heads: dict[int, int] = {}
+        last = -1
         for _ in range(n_raw):
             (head,), at = read_varints(view, at, 1, _WHERE)
-            if head >= heads or head <= max(raw_heads, default=-1):
+            if not last < head < heads:
                 raise Corrupt(f"{_WHERE}: raw head {head} of {heads}, not in order")
             (reason,) = _bytes(view, at, 1)
             raw_heads[head] = _known(reason)
-            at += 1
+            last, at = head, at + 1
         mean = scale = None
         if flags & _CHANNELS:
             n = heads * head_dim

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import InvalidArgument
+from ..quantiser import check_integer
 from ..tensor import as_array
 from .documents import Document
 
@@ -214,6 +215,7 @@ def attention_quality(
         v, v_decoded = _pair(values, decoded_values, "values")
         if len(v) != len(k):
             raise InvalidArgument(f"{len(v)} values, {len(k)} keys")
+    check_integer(top_k, "top_k")
     if top_k < 1:
         raise InvalidArgument(f"top_k {top_k}: must be at least 1")
     sums = np.zeros(5)

@@ -10,7 +10,9 @@ import numpy.typing as npt
 from .._core import fib_decode, fib_encode
 from ..errors import Corrupt, InvalidArgument
 from ..plan import available_cpus
+from ..tensor import as_array, as_float32, is_float
 from .book import Book
+from .documents import check_type
 from .payload import NORM_RANGE, ZERO_NORM
 from .reference.packing import unpack_indices
 
@@ -47,9 +49,15 @@ class Quantiser:
     ----------
     book
         Rotation and codewords.
+
+    Raises
+    ------
+    InvalidArgument
+        `book` is no `Book`.
     """
 
     def __init__(self, book: Book) -> None:
+        check_type(book, Book, "FibQuant: book")
         self.book = book
 
     def encode(self, x: F32) -> Codes:
@@ -59,9 +67,12 @@ class Quantiser:
         ------
         InvalidArgument
             Vectors of another length or not finite, or one whose norm is 0 or leaves float16; the
-            message names it.
+            message names it. Values that are no floats.
         """
-        vectors = np.ascontiguousarray(x, np.float32)
+        given = as_array(x, "FibQuant: vectors")
+        if not is_float(given.dtype):
+            raise InvalidArgument(f"FibQuant: vectors of {given.dtype}; floats expected")
+        vectors = as_float32(given)
         if vectors.ndim != 2 or vectors.shape[1] != self.book.d:
             raise InvalidArgument(
                 f"FibQuant: vectors of shape {vectors.shape}; (n, {self.book.d}) expected"
@@ -90,12 +101,20 @@ class Quantiser:
 
         Raises
         ------
+        InvalidArgument
+            No `Codes`, or arrays of other types.
         Corrupt
             Codes that no encoder writes: norms that are not positive and finite, indices of
             another length or beyond the codewords, bits that are not 0 behind them.
         """
-        norms = np.ascontiguousarray(codes.norms, np.float16)
-        indices = np.ascontiguousarray(codes.indices, np.uint8)
+        check_type(codes, Codes, "FibQuant: codes")
+        norms, indices = as_array(codes.norms, "norms"), as_array(codes.indices, "indices")
+        if norms.dtype != np.float16 or indices.dtype != np.uint8:
+            raise InvalidArgument(
+                f"FibQuant: norms of {norms.dtype} and indices of {indices.dtype}; float16 and "
+                "uint8 expected"
+            )
+        norms, indices = np.ascontiguousarray(norms), np.ascontiguousarray(indices)
         if norms.ndim != 1 or indices.shape != (len(norms), self.book.index_bytes):
             raise Corrupt(
                 f"FibQuant: norms {norms.shape} and indices {indices.shape}; (n,) and "

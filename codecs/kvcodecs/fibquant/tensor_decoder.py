@@ -14,6 +14,7 @@ from ..errors import Corrupt
 from ..plan import available_cpus, check_threads
 from ..receipts import Receipt
 from ..spec import F32
+from .documents import check_type
 from .pages import Page
 from .payload import CODED, U8
 from .tensor import WHERE, EncodedTensor
@@ -53,6 +54,7 @@ def decode_tensor(
         digest of profile, shape, codebook or rotation that is not that of what is there; damaged
         payloads; or vectors that are not coded and raw as the receipt counts them.
     """
+    check_type(encoded, EncodedTensor, WHERE)
     n_threads = check_threads(n_threads) or available_cpus()
     encoded.validate()
     values = np.empty(encoded.shape.array_shape, np.float32)

@@ -20,6 +20,7 @@ from ..tensor import as_array
 from .book import Book, book_for
 from .channels import channel_statistics
 from .config import FibQuant
+from .documents import check_type
 from .kvprofile import KvProfile
 from .layout import CacheLayout
 from .pages import Page
@@ -85,7 +86,10 @@ def encode_tensor(
     >>> receipt.compressed_blocks, receipt.raw_fallback_blocks, receipt.fallback_reasons
     (192, 8, ('protected_region',))
     """
+    check_type(shape, TensorShape, "KV tensor: shape")
+    check_type(profile, KvProfile, "KV tensor: profile")
     layout = CacheLayout.canonical(shape) if layout is None else layout
+    check_type(layout, CacheLayout, "KV tensor: layout")
     layout.validate(shape)
     profile.validate(shape)
     x = shape.check_values(values, WHERE)
