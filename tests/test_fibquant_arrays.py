@@ -274,3 +274,11 @@ def test_chunks_that_are_damaged_are_errors():
                 zarr.open_array(store | {key: cpu.Buffer.from_bytes(data)}, mode="r")[...]
             assert found.type in (Corrupt, Truncated, Unsupported)
             assert not isinstance(found.value, NotFound)
+
+
+@pytest.mark.parametrize(
+    "options", [{"raw_heads": 1}, {"raw_heads": None}, {"budget": {"max_mse": 1.0}}, {"budget": 1}]
+)
+def test_options_that_are_none_are_refused(options):
+    with pytest.raises(InvalidArgument, match=r"FibQuant: (raw_heads|budget)"):
+        FibQuantCodec(**options)

@@ -308,9 +308,9 @@ class FibQuantCodec(ArrayCodec):
             axis=axis,
             first_tokens=first_tokens,
             last_tokens=last_tokens,
-            raw_heads=tuple(raw_heads),
+            raw_heads=raw_heads,  # type: ignore[arg-type]  # checked, and made a tuple
             on_failure=on_failure,
-            budget=QualityBudget(**budget) if isinstance(budget, Mapping) else budget,
+            budget=_budget(budget) if isinstance(budget, Mapping) else budget,
         )
         super().__init__(kind, asked, block_tokens, "fibquant")
 
@@ -319,6 +319,13 @@ class FibQuantCodec(ArrayCodec):
         config = super().get_config()
         del config["raw_layers"]  # an array has none
         return config
+
+
+def _budget(fields: Mapping[str, Any]) -> QualityBudget:
+    try:
+        return QualityBudget(**fields)
+    except TypeError as error:
+        raise InvalidArgument(f"FibQuant: budget {dict(fields)}: {error}") from error
 
 
 class KVRawCodec(ArrayCodec):
