@@ -48,13 +48,13 @@ def test_family_of_fibquant(capsys):
         assert found["normal", f"{name}, MSE, scalars with norms' bits"] < mse
         assert mse < found["normal", f"{name}, MSE, scalars"]
         # Everything counts: indices, norms, headers, four raw tokens, the codebook.
-        rate = found["quality", f"fibquant.{name} role_aware, bits"]
+        rate = found["quality", f"fibquant.{name} per_channel, bits"]
         assert bits + 0.25 < rate < bits + 0.9
         assert found["quality", f"kvr1 beside {name}, bits"] == pytest.approx(rate, rel=0.05)
         assert found["quality", f"tkv1 beside {name}, bits"] == pytest.approx(rate, rel=0.05)
     for what in ("K cosine", "V cosine", "attention cosine"):
         more, less = (
-            found["quality", f"fibquant.{x} role_aware, {what}"] for x in ("2x16", "4x32")
+            found["quality", f"fibquant.{x} per_channel, {what}"] for x in ("2x16", "4x32")
         )
         assert 0.5 < less < more < 1
     # K has channels that are always large; V has not, and is coded alike.
@@ -62,13 +62,17 @@ def test_family_of_fibquant(capsys):
     assert found["quality", f"{aware}, K cosine"] > found["quality", f"{alike}, K cosine"]
     assert found["quality", f"{aware}, V cosine"] == found["quality", f"{alike}, V cosine"]
     assert 0 < found["quality", f"{aware}, KL"] < found["quality", f"{alike}, KL"]
+    # What little V has of means helps as well.
+    channels = "fibquant.2x16 per_channel"
+    assert found["quality", f"{channels}, V cosine"] > found["quality", f"{alike}, V cosine"]
+    assert found["quality", f"{channels}, K cosine"] == found["quality", f"{aware}, K cosine"]
     notes = {row.name.partition(", ")[0]: row.note for row in rows}
     assert notes["ggml.q4_0"] == ""
     assert notes["ggml.q2_k"] == "4 heads of all layers side by side"  # a layer has 3
     bench._show(rows)
     out = capsys.readouterr().out
     assert (
-        sum(line.lstrip().startswith(("2x16", "fibquant.2x16")) for line in out.splitlines()) == 4
+        sum(line.lstrip().startswith(("2x16", "fibquant.2x16")) for line in out.splitlines()) == 5
     )
 
 

@@ -34,7 +34,7 @@ from kvtools.sample import Sample
 
 GROUP = "quality"
 CODEBOOKS = ((2, 16), (2, 64), (2, 256), (4, 32), (4, 256), (8, 256))
-AXES: tuple[Axis, ...] = ("role_aware", "per_token")
+AXES: tuple[Axis, ...] = ("per_channel", "role_aware", "per_token")
 SCHEMES = ("q4_0", "iq4_nl", "q3_k", "iq3_xxs", "q2_k", "iq2_xs", "iq1_m")
 #: Tries to ask KVR1 and TKV1 for a rate: what they are asked for is that of a few blocks.
 _TRIES = 4
