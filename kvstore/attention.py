@@ -12,6 +12,7 @@ from kvcodecs.errors import Corrupt, InvalidArgument, NotFound
 from kvcodecs.ggml.arrays import dequantise
 from kvcodecs.ggml.schemes import Scheme
 from kvcodecs.plan import available_cpus, check_threads
+from kvcodecs.rope import check_k_state
 from kvcodecs.spec import F32, KINDS, Kind, KState, StreamSpec
 
 from .attention_query import Asked, check_query
@@ -147,8 +148,7 @@ def attend(
     `q` and the output, and of one window in float where the codec is not a `ggml` scheme.
     """
     n_threads = check_threads(n_threads)
-    if k_state not in ("pre", "post"):
-        raise InvalidArgument(f"attend: k_state {k_state!r}, expected 'pre' or 'post'")
+    check_k_state(k_state, "attend")
     if not isinstance(causal, bool | np.bool_):
         raise InvalidArgument(f"attend: causal {causal!r}: expected True or False")
     asked = Asked(q, scale, causal, window, first_query, start, stop, k_state)

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from kvcodecs.codec import CodecConfig
 from kvcodecs.errors import InvalidArgument, KvError
-from kvcodecs.rope import to_coded
+from kvcodecs.rope import check_k_state, to_coded
 from kvcodecs.spec import F32, Kind, KState
 from kvcodecs.tensor import check_tensor
 
@@ -99,8 +99,7 @@ def ingest(
     replacing = replace_existing and name in archive
     if name in archive and not replacing:
         raise InvalidArgument(f"{archive.path}: session {name!r} exists already; {REPLACE_ADVICE}")
-    if k_state not in ("pre", "post"):
-        raise InvalidArgument(f"k_state {k_state!r}, expected 'pre' or 'post'")
+    check_k_state(k_state)
     where = f"{archive.path}: session {name!r}"
     metadata = check_metadata(metadata)
     check_model(model)

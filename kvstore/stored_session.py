@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from kvcodecs.errors import InvalidArgument
 from kvcodecs.plan import check_threads
+from kvcodecs.rope import check_k_state
 from kvcodecs.spec import KINDS, Kind, KState, float_dtype
 
 from .backend import Snapshot
@@ -204,7 +205,7 @@ class StoredSession:
             start, stop = check_range(
                 record, layer, kind, start, stop, self._where, self._n_appended()
             )
-            _check_k_state(k_state)
+            check_k_state(k_state)
             n_threads = check_threads(n_threads)
             shape = self._shape(layer, kind, start, stop)
             where = f"{self._where} layer {layer} {kind}"
@@ -261,7 +262,7 @@ class StoredSession:
             As `read`.
         """
         chosen = range(self.model.n_layers) if layers is None else _layers(layers)
-        _check_k_state(k_state)
+        check_k_state(k_state)
         n_threads = check_threads(n_threads)
         offset = check_offset(position_offset)
         outs = None if out is None else outs_of_layers(out, len(chosen))
@@ -389,11 +390,6 @@ def _layers(layers: object) -> list[int]:
     if not isinstance(layers, Sequence | range | np.ndarray) or isinstance(layers, str):
         raise InvalidArgument(f"layers {layers!r}: expected a sequence of numbers")
     return list(layers)
-
-
-def _check_k_state(k_state: str) -> None:
-    if k_state not in ("pre", "post"):
-        raise InvalidArgument(f"k_state {k_state!r}, expected 'pre' or 'post'")
 
 
 def check_offset(position_offset: object) -> int:

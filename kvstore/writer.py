@@ -15,7 +15,7 @@ from typing import Final, TypeVar
 import numpy as np
 from kvcodecs.errors import Closed, InvalidArgument, KvError, Locked, NotFound
 from kvcodecs.plan import available_cpus, check_threads
-from kvcodecs.rope import Rope, RopeTable, to_coded
+from kvcodecs.rope import Rope, RopeTable, check_k_state, to_coded
 from kvcodecs.spec import F32, KState
 
 from . import keys
@@ -100,8 +100,7 @@ class SessionWriter:
         """
         self._check_whole()
         self.lease.renew()
-        if k_state not in ("pre", "post"):
-            raise InvalidArgument(f"{self._where}: k_state {k_state!r}, expected 'pre' or 'post'")
+        check_k_state(k_state, self._where)
         if start is not None and start != self.n_tokens:
             raise InvalidArgument(
                 f"{self._where}: append at start={start}, but n_tokens={self.n_tokens} tokens "

@@ -410,12 +410,28 @@ def _unrotate(a: F32, b: F32, cos: F32, sin: F32, scaling: float, first: F32, se
         second /= square
 
 
+def check_k_state(k_state: object, where: str = "") -> KState:
+    """Return whether K before or after RoPE is meant.
+
+    Raises
+    ------
+    InvalidArgument
+        Neither ``"pre"`` nor ``"post"``; `where` stands before that.
+    """
+    if k_state == "pre":
+        return "pre"
+    if k_state == "post":
+        return "post"
+    raise InvalidArgument(
+        f"{f'{where}: ' if where else ''}k_state {k_state!r}: use 'pre' or 'post'"
+    )
+
+
 def _rotation(
     spec: StreamSpec, k_state: KState, start: int, n_tokens: int, table: RopeTable | None
 ) -> tuple[Rope | None, tuple[F32, F32] | None]:
     """Return the RoPE whose order or rotation must be undone, and its cosines and sines."""
-    if k_state not in ("pre", "post"):
-        raise InvalidArgument(f"k_state {k_state!r}, expected 'pre' or 'post'")
+    check_k_state(k_state)
     rope = spec.rope if spec.kind == "k" else None
     if spec.kind == "v" or k_state == "pre":
         return (None if rope is None or rope.keeps_order(spec.head_dim) else rope), None

@@ -11,7 +11,7 @@ from kvcodecs.errors import Corrupt, InvalidArgument
 from kvcodecs.ggml import quantise
 from kvcodecs.ggml.codec import CODEC, GGMLParams
 from kvcodecs.plan import Plan
-from kvcodecs.rope import RopeTable, from_coded, to_coded
+from kvcodecs.rope import RopeTable, check_k_state, from_coded, to_coded
 from kvcodecs.spec import Kind, KState, StreamSpec, float_dtype
 from kvcodecs.tensor import as_array, as_float32, check_tensor
 
@@ -109,11 +109,7 @@ class RowCoder:
 
     def _settled(self, k_state: KState | None, where: str) -> KState:
         """Return which K is meant; None: as it is stored."""
-        if k_state is None:
-            return self._header.k_state
-        if k_state not in ("pre", "post"):
-            raise InvalidArgument(f"{where}: k_state {k_state!r}, expected 'pre', 'post' or None")
-        return k_state
+        return self._header.k_state if k_state is None else check_k_state(k_state, where)
 
     def _run(
         self,
