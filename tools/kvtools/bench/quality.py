@@ -34,6 +34,7 @@ from kvtools.sample import Sample
 
 GROUP = "quality"
 CODEBOOKS = ((2, 16), (2, 64), (2, 256), (4, 32), (4, 256), (8, 256))
+#: The rate of the first is that of the others to compare with.
 AXES: tuple[Axis, ...] = ("per_channel", "role_aware", "per_token")
 SCHEMES = ("q4_0", "iq4_nl", "q3_k", "iq3_xxs", "q2_k", "iq2_xs", "iq1_m")
 #: Tries to ask KVR1 and TKV1 for a rate: what they are asked for is that of a few blocks.
@@ -48,7 +49,7 @@ _UNITS = {
 _LEGEND = (
     "Bits count every byte: frames, stream headers, and FibQuant's codebooks once. K before RoPE.\n"
     f"Attention: what the last {N_QUERIES} tokens read; KL: of their weights, mean of queries.\n"
-    "KVR1 and TKV1 have the rate of the FibQuant or ggml line above them, of K and of V each."
+    "KVR1 and TKV1 have the rate of the per_channel or ggml line above them, of K and V each."
 )
 
 

@@ -50,7 +50,7 @@ _UNITS = {
     "decode to float16": "Mvalues/s",
     "decode to float16 / memcpy": "x",
 }
-_LEGEND = "CPU time of one thread: frames with their checksums, K per channel, V as it is."
+_LEGEND = "CPU time of one thread: statistics, frames and their checksums included."
 
 
 def measure_vectors(sample: Sample, reps: int) -> list[Row]:
