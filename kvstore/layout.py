@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Final, TypeAlias
 
 import numpy as np
-from kvcodecs.codec import CodecConfig, codec_for, config_by_name, config_of_layer
+from kvcodecs.codec import CodecConfig, codec_for, config_by_name, config_of_layer, raw_layers
 from kvcodecs.errors import InvalidArgument
 from kvcodecs.spec import KINDS, MAX_BLOCK_TOKENS, Kind, StreamSpec
 
@@ -72,7 +72,18 @@ def new_layout(
 
 
 def check_streams(model: Model, configs: Mapping[Kind, CodecConfig], where: str) -> None:
-    """Raise `InvalidArgument`, naming layer and kind, if a codec cannot code a stream at all."""
+    """Raise `InvalidArgument`, naming layer and kind, if a codec cannot code a stream at all.
+
+    Also if it is to keep layers raw that the model does not have.
+    """
+    n_layers = len(model.layers)
+    for kind, config in configs.items():
+        missing = [layer for layer in raw_layers(config) if layer >= n_layers]
+        if missing:
+            raise InvalidArgument(
+                f"{where} {kind}: {config.codec}: raw layer {missing[0]}: the model has layers 0 "
+                f"to {n_layers - 1}"
+            )
     for layer, kind in model.streams():
         with located(f"{where} layer {layer} {kind}"):
             config = config_of_layer(configs[kind], layer)

@@ -270,6 +270,8 @@ def test_values_that_could_overflow_are_refused(small):
             Book.unpack(replace(small, codewords=codewords).pack())
     with pytest.raises(Unsupported, match="version 2"):
         Book.unpack(b"\x02" + small.pack()[1:])
+    with pytest.raises(Corrupt, match="version 0"):
+        Book.unpack(b"\x00" + small.pack()[1:])
 
 
 def test_a_stored_book_is_read_once(small):

@@ -149,6 +149,8 @@ def test_layers_and_heads_that_are_kept_raw(archive):
     assert found == [(0, "k", 44, 80), (0, "v", 45, 80), (1, "k", 80, 80), (1, "v", 80, 80)]
     with pytest.raises(InvalidArgument, match=r"session 'h' layer 0 k.*raw head 2"):
         make(archive, "h", config=FibQuant(4, 16, raw_heads=(2,)))
+    with pytest.raises(InvalidArgument, match=r"session 'h' k: .*raw layer 2: .* layers 0 to 1"):
+        make(archive, "h", config=FibQuant(4, 16, raw_layers=(1, 2)))
 
 
 def test_fail_closed_names_the_vector_and_changes_nothing(archive):

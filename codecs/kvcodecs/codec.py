@@ -51,6 +51,14 @@ def config_of_layer(config: CodecConfig, layer: int) -> CodecConfig:
     return of_this
 
 
+def raw_layers(config: CodecConfig) -> tuple[int, ...]:
+    """Return the layers that `config` keeps raw, ascending; the model must have them.
+
+    Such a configuration has an attribute of this name.
+    """
+    return tuple(getattr(config, "raw_layers", ()))
+
+
 def last_tokens(config: CodecConfig) -> int:
     """Return how many of the newest tokens `config` wants kept raw whenever a session is committed.
 

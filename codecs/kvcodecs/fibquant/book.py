@@ -137,7 +137,9 @@ class Book:
         view = byte_view(data)
         if view.nbytes < 1:
             raise Truncated(f"{_WHERE}: no bytes")
-        if view[0] != _VERSION:
+        if view[0] == 0:
+            raise Corrupt(f"{_WHERE}: version 0 does not exist")
+        if view[0] > _VERSION:
             raise Unsupported(f"{_WHERE}: version {view[0]}, newer than {_VERSION}; upgrade")
         (profile_bytes, report_bytes), start = read_varints(view, 1, 2, _WHERE)
         profile_end = start + profile_bytes

@@ -46,7 +46,7 @@ class FibQuant:
         each commit: for good, as committed values never change. Where each token is committed by
         itself, all of them are kept raw.
     raw_layers, raw_heads
-        Layers and heads that are kept raw.
+        Layers and heads that are kept raw; a model must have them.
     on_failure
         Of vectors that cannot be coded, for example of zeros, and of a broken budget:
         ``"keep_raw"``, or refuse them with ``"fail_closed"``.
