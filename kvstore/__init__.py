@@ -21,7 +21,7 @@ from kvcodecs.errors import (
     Truncated,
     Unsupported,
 )
-from kvcodecs.fibquant import FibQuant
+from kvcodecs.fibquant import FibQuant, QualityBudget
 from kvcodecs.ggml import GGML
 from kvcodecs.kvr1 import KVR1
 from kvcodecs.raw import Raw
@@ -64,6 +64,7 @@ __all__ = [
     "Migrated",
     "Model",
     "NotFound",
+    "QualityBudget",
     "Raw",
     "Rope",
     "Session",

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import kvcodecs
+import kvcodecs.fibquant.book as fib_book
 import ml_dtypes
 import numpy as np
 import pytest
@@ -559,7 +560,30 @@ def test_fibquant(run, source, tmp_path):
     for wrong in (["kvr1", "--axis", "raw"], ["fibquant.2x16", "--block-dim", "2"]):
         code, _, err = run("pack", source, archive, "--codec", *wrong)
         assert code == 2
-        assert f"{wrong[1]} does not go with --codec {wrong[0]}" in err
+        assert f"{wrong[1]} does not go with --codec {wrong[0]}; it goes with fibquant" in err
+    for wrong, message in (
+        (["--raw-layers", "0,3"], "raw layer 3: the model has layers 0 to 2"),
+        (["--raw-heads", "9"], "raw head 9"),
+        (["--block-dim", "3"], "use one of 2, 4"),
+    ):
+        code, _, err = run("pack", source, tmp_path / "c.kv", "--codec", "fibquant", *wrong)
+        assert code == 1
+        assert message in err
+
+
+def test_building_many_codewords_is_told(run, tmp_path, source, monkeypatch):
+    monkeypatch.setenv("KVSTORE_CACHE", str(tmp_path / "books"))
+    monkeypatch.setattr(fib_book, "_MANY_CODEWORDS", 4)
+    options = ("--codec", "fibquant.2x4", "--raw-first", 0, "--seed")
+    code, _, err = run("pack", source, tmp_path / "a.kv", *options, 7)
+    assert code == 0
+    assert (
+        f"building a FibQuant codebook of 4 points, which can take minutes; it is kept in {tmp_path / 'books'}"
+        in " ".join(err.split())
+    )
+    succeeds(run("pack", source, tmp_path / "b.kv", *options, 7))
+    code, _, err = run("pack", source, tmp_path / "c.kv", *options, 8, "--quiet")
+    assert (code, err) == (0, "")
 
 
 def test_a_sink_that_is_too_fine_for_the_codec(run, tmp_path, source):

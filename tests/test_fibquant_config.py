@@ -86,7 +86,11 @@ def test_the_profile_is_the_one_of_the_paper():
     profile = FibQuant(2, 32, rotation="haar", seed=7).profile(64)
     assert profile == Profile.paper_default(64, 2, 32, 7)
     assert FibQuant().profile(64).rotation == "hadamard"
-    for head_dim, message in ((6, "does not divide"), (4, "less than ambient_dim")):
+    for head_dim, message in (
+        (6, "4 does not divide head_dim 6 into two or more; use one of 2, 3"),
+        (4, "use one of 2$"),
+        (7, "no number does"),
+    ):
         with pytest.raises(InvalidArgument, match=message):
             FibQuant().profile(head_dim)
 

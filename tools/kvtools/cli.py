@@ -22,7 +22,7 @@ from kvtools import (
 )
 from kvtools.command import Command
 from kvtools.signals import ending_signals
-from kvtools.terminal import accept_any_text, plain
+from kvtools.terminal import accept_any_text, notes_of_log, plain
 from kvtools.trial_commands import BENCH_GROUPS as BENCH_GROUPS
 
 DESCRIPTION = """\
@@ -119,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from kvcodecs.errors import KvError
 
     try:
-        with ending_signals():
+        with ending_signals(), notes_of_log(quiet=getattr(args, "quiet", False)):
             module = importlib.import_module(f"kvtools.{args.module}")
             code: int = getattr(module, f"run_{args.command.replace('-', '_')}")(args)
             sys.stdout.flush()

@@ -51,7 +51,9 @@ def codec_configs(
     for option in given:
         if option not in taken:
             asked = " and ".join(dict.fromkeys(names.values()))
-            args.parser.error(f"{_flag(option)} does not go with --codec {asked}")
+            args.parser.error(
+                f"{_flag(option)} does not go with --codec {asked}; {_codecs_of(option)}"
+            )
     return {kind: _config(name, given, raw_dtypes[kind]) for kind, name in names.items()}
 
 
@@ -85,6 +87,12 @@ def _options_of(name: str) -> tuple[str, ...]:
     # The scheme says what the codebook is.
     is_fib = name.startswith("fibquant.")
     return tuple(set(FIB_OPTIONS) - {"block_dim", "codebook_size"}) if is_fib else ()
+
+
+def _codecs_of(option: str) -> str:
+    if option in ("block_dim", "codebook_size"):
+        return "it goes with fibquant, where fibquant.KxN does not name it"
+    return "it goes with fibquant" if option in FIB_OPTIONS else "it goes with kvr1 and tkv1"
 
 
 def _flag(option: str) -> str:

@@ -97,7 +97,8 @@ def _add_fibquant(parser: argparse.ArgumentParser) -> None:
         "--codebook-size",
         type=positive_int,
         metavar="N",
-        help="points: log2(N) / K bits a value, and 16 for each vector (default: 256)",
+        help="points: log2(N) / K bits a value, and 16 for each vector (default: 256); the first "
+        "use of thousands takes minutes, then they are in ~/.cache/kvstore",
     )
     fib.add_argument(
         "--rotation",
@@ -125,7 +126,12 @@ def _add_fibquant(parser: argparse.ArgumentParser) -> None:
     fib.add_argument(
         "--raw-layers", type=indices, metavar="LIST", help="layers that are kept raw, as 0,3,5-7"
     )
-    fib.add_argument("--raw-heads", type=indices, metavar="LIST", help="heads, in all layers")
+    fib.add_argument(
+        "--raw-heads",
+        type=indices,
+        metavar="LIST",
+        help="KV heads that are kept raw, in all layers",
+    )
     fib.add_argument(
         "--on-failure",
         choices=("keep_raw", "fail_closed"),

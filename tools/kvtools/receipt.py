@@ -63,7 +63,7 @@ def run_receipt(args: argparse.Namespace) -> int:
 
 
 def _show(receipts: list[SessionReceipt]) -> None:
-    columns = ("receipt", "tokens", "origin", "frames", "raw", "max error", "made", "digest")
+    columns = ("receipt", "tokens", "origin", "frames", "with raw", "max error", "made", "digest")
     rows = []
     for number, receipt in enumerate(receipts):
         parts = [part.receipt for part in receipt.streams]
@@ -86,7 +86,7 @@ def _show(receipts: list[SessionReceipt]) -> None:
 
 def _show_streams(receipts: list[SessionReceipt]) -> None:
     columns = (
-        *("receipt", "tokens", "layer", "kind", "codec", "frames", "raw", "max error", "rms"),
+        *("receipt", "tokens", "layer", "kind", "codec", "frames", "with raw", "max error", "rms"),
         *("source", "parameters", "why raw"),
     )
     rows = [

@@ -103,6 +103,26 @@ def note(text: str, *, quiet: bool) -> None:
 
 
 @contextmanager
+def notes_of_log(*, quiet: bool) -> Iterator[None]:
+    """Give as notes what the library logs meanwhile: what takes long."""
+    import logging
+
+    class Notes(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            note(record.getMessage(), quiet=quiet)
+
+    log, notes = logging.getLogger("kvcodecs"), Notes()
+    level = log.level
+    log.setLevel(logging.INFO)
+    log.addHandler(notes)
+    try:
+        yield
+    finally:
+        log.removeHandler(notes)
+        log.setLevel(level)
+
+
+@contextmanager
 def progress(label: str, *, quiet: bool, rate: bool = False) -> Iterator[Progress]:
     """Yield a function ``(done, total)`` that moves a bar on stderr, if that is a terminal.
 

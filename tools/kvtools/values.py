@@ -57,12 +57,12 @@ def layer_list(text: str) -> list[range]:
         first = _whole(start)
         last = _whole(stop) if dash else first
         if first is None or last is None or last < first:
-            raise _refuse(text, "is no list of layers like 0,3,5-7")
+            raise _refuse(text, "is no list of numbers like 0,3,5-7")
         spans.append(range(first, last + 1))
     ordered = sorted(spans, key=lambda span: span.start)
     for before, after in itertools.pairwise(ordered):
         if after.start < before.stop:
-            raise _refuse(text, "names a layer twice")
+            raise _refuse(text, "names one twice")
     return spans
 
 

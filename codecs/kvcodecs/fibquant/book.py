@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -33,6 +34,10 @@ _WHERE: Final = "FibQuant book"
 #: Of rotation and codewords: so no decoded value leaves float32.
 _LARGEST_VALUE: Final = 2.0
 _MOST_REMEMBERED: Final = 64
+#: From so many codewords on, building them takes so long that it is told to the log.
+_MANY_CODEWORDS: Final = 1024
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,6 +196,13 @@ def book_for(profile: Profile) -> Book:
         packed = cache.load(key)
         book = None if packed is None else _book_of_profile(profile, packed)
         if book is None:
+            if profile.codebook_size >= _MANY_CODEWORDS:
+                _log.info(
+                    "building a FibQuant codebook of %d points; thousands take minutes, more "
+                    "take hours; it is kept in %s",
+                    profile.codebook_size,
+                    cache.folder() or "this process",
+                )
             book = build_book(profile)
             cache.save(key, book.pack())
         _of_profiles.add(key, book)
@@ -215,7 +227,7 @@ def book_of(digest: bytes, data: BytesLike) -> Book:
 
 
 def build_book(profile: Profile) -> Book:
-    """Build the book of a valid profile, which takes seconds where codewords are thousands."""
+    """Build the book of a valid profile, which takes minutes where codewords are thousands."""
     codewords, report = build_codewords(profile)
     rotation = build_rotation(profile)
     for array in (codewords, rotation):

@@ -51,13 +51,18 @@ def save(profile_digest: str, packed: bytes) -> None:
                 temporary.unlink(missing_ok=True)
 
 
-def _path(profile_digest: str) -> Path | None:
-    name = profile_digest.removeprefix("blake3:") + _SUFFIX
+def folder() -> Path | None:
+    """Return the folder, None for a user without a home who has not chosen one."""
     if chosen := os.environ.get("KVSTORE_CACHE"):
-        return Path(chosen) / name
+        return Path(chosen)
     if base := os.environ.get("XDG_CACHE_HOME"):
-        return Path(base) / "kvstore" / name
+        return Path(base) / "kvstore"
     try:
-        return Path.home() / ".cache" / "kvstore" / name
+        return Path.home() / ".cache" / "kvstore"
     except RuntimeError:  # this user has no home
         return None
+
+
+def _path(profile_digest: str) -> Path | None:
+    where = folder()
+    return None if where is None else where / (profile_digest.removeprefix("blake3:") + _SUFFIX)

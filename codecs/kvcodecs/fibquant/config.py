@@ -32,7 +32,8 @@ class FibQuant:
     block_dim, codebook_size
         Successive channels that share an index (2 to 256; it divides `head_dim` and is less), and
         points that an index chooses from (2 to 2^20). ``log2(codebook_size) / block_dim`` bits a
-        value, and 16 bits for each vector.
+        value, and 16 bits for each vector. The first use builds the codebook: seconds up to
+        1024 points, minutes with thousands, hours beyond; it is kept in ``~/.cache/kvstore``.
     rotation
         ``"hadamard"``: fast. ``"haar"``: a dense random matrix, ``2 head_dim`` operations a value.
     seed
@@ -51,9 +52,9 @@ class FibQuant:
         Of vectors that cannot be coded, for example of zeros, and of a broken budget:
         ``"keep_raw"``, or refuse them with ``"fail_closed"``.
     budget
-        What coding may do to attention, measured on the prefill: of K on its first 1024 tokens,
-        which stand in for queries as well; of V on all of it. A head that breaks a limit is kept
-        raw.
+        A `QualityBudget`: what coding may do to attention, measured on the prefill: of K on its
+        first 1024 tokens, which stand in for queries as well; of V on all of it. A head that
+        breaks a limit is kept raw.
 
     Raises
     ------
@@ -125,6 +126,13 @@ class FibQuant:
         InvalidArgument
             `block_dim` does not divide `head_dim` into two and more, or this is too large.
         """
+        if self.block_dim >= head_dim or head_dim % self.block_dim:
+            fit = [k for k in range(2, min(head_dim, MAX_BLOCK_DIM + 1)) if head_dim % k == 0]
+            choice = f"use one of {', '.join(map(str, fit))}" if fit else "no number does"
+            raise InvalidArgument(
+                f"FibQuant: block_dim {self.block_dim} does not divide head_dim {head_dim} "
+                f"into two or more; {choice}"
+            )
         return Profile.paper_default(
             head_dim, self.block_dim, self.codebook_size, self.seed, rotation=self.rotation
         )
