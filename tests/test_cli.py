@@ -577,10 +577,8 @@ def test_building_many_codewords_is_told(run, tmp_path, source, monkeypatch):
     options = ("--codec", "fibquant.2x4", "--raw-first", 0, "--seed")
     code, _, err = run("pack", source, tmp_path / "a.kv", *options, 7)
     assert code == 0
-    assert (
-        f"building a FibQuant codebook of 4 points, which can take minutes; it is kept in {tmp_path / 'books'}"
-        in " ".join(err.split())
-    )
+    assert "building a FibQuant codebook of 4 points; " in err
+    assert f"it is kept in {tmp_path / 'books'}\n" in err
     succeeds(run("pack", source, tmp_path / "b.kv", *options, 7))
     code, _, err = run("pack", source, tmp_path / "c.kv", *options, 8, "--quiet")
     assert (code, err) == (0, "")

@@ -98,7 +98,7 @@ def _add_fibquant(parser: argparse.ArgumentParser) -> None:
         type=positive_int,
         metavar="N",
         help="points: log2(N) / K bits a value, and 16 for each vector (default: 256); the first "
-        "use of thousands takes minutes, then they are in ~/.cache/kvstore",
+        "use of thousands takes minutes, of more hours; then they are in ~/.cache/kvstore",
     )
     fib.add_argument(
         "--rotation",
@@ -130,7 +130,7 @@ def _add_fibquant(parser: argparse.ArgumentParser) -> None:
         "--raw-heads",
         type=indices,
         metavar="LIST",
-        help="KV heads that are kept raw, in all layers",
+        help="KV heads kept raw, in all layers",
     )
     fib.add_argument(
         "--on-failure",
