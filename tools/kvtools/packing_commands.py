@@ -98,7 +98,7 @@ def _add_fibquant(parser: argparse.ArgumentParser) -> None:
         type=positive_int,
         metavar="N",
         help="points: log2(N) / K bits a value, and 16 for each vector (default: 256); the first "
-        "use of thousands takes minutes, of more hours; then they are in ~/.cache/kvstore",
+        "use of thousands can take minutes, of more longer; then they are in ~/.cache/kvstore",
     )
     fib.add_argument(
         "--rotation",

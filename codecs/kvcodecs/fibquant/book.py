@@ -198,8 +198,8 @@ def book_for(profile: Profile) -> Book:
         if book is None:
             if profile.codebook_size >= _MANY_CODEWORDS:
                 _log.info(
-                    "building a FibQuant codebook of %d points; thousands take minutes, more "
-                    "take hours; it is kept in %s",
+                    "building a FibQuant codebook of %d points; thousands can take minutes, "
+                    "more take longer; it is kept in %s",
                     profile.codebook_size,
                     cache.folder() or "this process",
                 )

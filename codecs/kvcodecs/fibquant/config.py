@@ -33,7 +33,7 @@ class FibQuant:
         Successive channels that share an index (2 to 256; it divides `head_dim` and is less), and
         points that an index chooses from (2 to 2^20). ``log2(codebook_size) / block_dim`` bits a
         value, and 16 bits for each vector. The first use builds the codebook: seconds up to
-        1024 points, minutes with thousands, hours beyond; it is kept in ``~/.cache/kvstore``.
+        1024 points, minutes with thousands, longer beyond; it is kept in ``~/.cache/kvstore``.
     rotation
         ``"hadamard"``: fast. ``"haar"``: a dense random matrix, ``2 head_dim`` operations a value.
     seed
