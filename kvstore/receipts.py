@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, TypeAlias, get_args
 
 from kvcodecs.digests import canonical_json, document_digest
-from kvcodecs.errors import Corrupt, KvError, Unsupported
+from kvcodecs.errors import Corrupt, InvalidArgument, KvError, Unsupported
 from kvcodecs.frame import open_record, seal_record
 from kvcodecs.receipts import Receipt
 from kvcodecs.spec import KINDS, Kind
@@ -182,8 +182,11 @@ def unpack_receipt(value: memoryview | bytes, where: str) -> SessionReceipt:
             if not inflate.eof or inflate.unused_data:
                 raise Corrupt("session receipt: not one zlib stream")
             envelope = json.loads(data)
-        except (zlib.error, ValueError, RecursionError) as error:
+            is_canonical = canonical_json(envelope) == data
+        except (zlib.error, ValueError, RecursionError, InvalidArgument) as error:
             raise Corrupt(f"session receipt: {error}") from error
+        if not is_canonical:  # what it says would have another digest than what is stored
+            raise Corrupt("session receipt: not canonical JSON")
         if not isinstance(envelope, dict) or set(envelope) != {"kept", "receipt"}:
             raise Corrupt("session receipt: not a receipt with its state")
         try:

@@ -567,3 +567,13 @@ def test_examples(module, monkeypatch, tmp_path):
     failed, tried = doctest.testmod(module)
     assert tried
     assert not failed
+
+
+@pytest.mark.parametrize("name", [rb'"\ud800a"', rb'"\u0064a"'])
+def test_only_canonical_json_is_a_head(name):
+    size = 20 + int.from_bytes(PACKED[8:16], "little")
+    head = bytes(open_record(b"KVFT", PACKED[:size]))
+    assert head.count(b'"default"') == 1 and len(name) == len(b'"default"')
+    changed = seal_record(b"KVFT", head.replace(b'"default"', name)) + PACKED[size:]
+    with pytest.raises(Corrupt, match=r"head is not (canonical )?JSON"):
+        EncodedTensor.unpack(changed)

@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+import zlib
 from dataclasses import replace
 
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 from blake3 import blake3
 from kvcodecs.digests import bytes_digest
 from kvcodecs.fibquant.book import book_for
+from kvcodecs.frame import RECORD_HEAD_BYTES, seal_record
 from kvcodecs.receipts import frame_digest
 
 import kvstore
@@ -30,7 +32,7 @@ from kvstore import (
     source_digest,
 )
 from kvstore.backends import memory
-from kvstore.receipts import SessionReceipt, pack_receipt, unpack_receipt
+from kvstore.receipts import RECEIPT_MAGIC, SessionReceipt, pack_receipt, unpack_receipt
 
 MODEL = Model.uniform(
     name="m", n_layers=2, n_kv_heads=2, head_dim=32, rope=Rope.from_theta(1e4, 32)
@@ -695,3 +697,15 @@ def test_headers_of_another_session(archive):
     assert other.receipts()[0].streams[0].pages == (0,)
     assert KVR1().codec == other.receipts()[0].streams[0].receipt.codec["codec"]
     assert_sound(archive)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [(b'"session":"', b'"session":"\\ud800'), (b'{"kept":', b'{"kept":9,"kept":'), (b":", b": ")],
+)
+def test_only_canonical_json_is_a_receipt(receipted, old, new):
+    value = items()[receipt_keys()[0]]
+    data = zlib.decompress(value[RECORD_HEAD_BYTES:])
+    changed = seal_record(RECEIPT_MAGIC, zlib.compress(data.replace(old, new, 1)))
+    with pytest.raises(Corrupt, match=r"session receipt: .*anonical JSON"):
+        unpack_receipt(changed, "")

@@ -275,12 +275,15 @@ def _next_record(magic: bytes, view: memoryview, where: str) -> tuple[memoryview
 def _documents(data: memoryview) -> dict[str, Any]:
     try:
         documents = json.loads(bytes(data))
-    except (ValueError, RecursionError) as error:
+        is_canonical = canonical_json(documents) == data
+    except (ValueError, RecursionError, InvalidArgument) as error:
         raise Corrupt(f"{WHERE}: head is not JSON: {error}") from error
     names = ["schema_version", "shape", "layout", "profile", "receipt"]
     version = documents.get("schema_version") if isinstance(documents, dict) else None
     if isinstance(version, str) and version != SCHEMA:
         raise Unsupported(f"{WHERE}: {version!r}, this release reads {SCHEMA!r}; upgrade")
+    if not is_canonical:
+        raise Corrupt(f"{WHERE}: head is not canonical JSON")
     if version is None or list(documents) != names:
         raise Corrupt(f"{WHERE}: its documents are not {', '.join(names)}")
     return dict(documents)
