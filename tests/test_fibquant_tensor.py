@@ -573,7 +573,8 @@ def test_examples(module, monkeypatch, tmp_path):
 def test_only_canonical_json_is_a_head(name):
     size = 20 + int.from_bytes(PACKED[8:16], "little")
     head = bytes(open_record(b"KVFT", PACKED[:size]))
-    assert head.count(b'"default"') == 1 and len(name) == len(b'"default"')
+    assert head.count(b'"default"') == 1
+    assert len(name) == len(b'"default"')
     changed = seal_record(b"KVFT", head.replace(b'"default"', name)) + PACKED[size:]
     with pytest.raises(Corrupt, match=r"head is not (canonical )?JSON"):
         EncodedTensor.unpack(changed)
