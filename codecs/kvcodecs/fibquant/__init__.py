@@ -3,14 +3,12 @@
 FORMAT.md section 11.
 """
 
-from .book import Book, book_for, book_of
-from .calibration import CalibrationSummary, calibrate
-from .codec import CODEC
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Final
+
 from .config import FibQuant, config_from_fields
-from .geometry import PageGeometry
-from .kvprofile import KvProfile
-from .layout import CacheLayout
-from .policies import CompressionPolicy, Decision, FallbackPolicy, ProtectedPolicy
 from .profile import Profile
 from .quality import (
     QualityBudget,
@@ -20,11 +18,37 @@ from .quality import (
     own_probes,
     value_quality,
 )
-from .quantiser import Codes, Quantiser
-from .shape import TensorShape
-from .tensor import EncodedTensor
-from .tensor_decoder import DecodedTensor, decode_tensor
-from .tensor_encoder import encode_tensor
+
+if TYPE_CHECKING:
+    from .book import Book, book_for, book_of
+    from .calibration import CalibrationSummary, calibrate
+    from .codec import CODEC
+    from .geometry import PageGeometry
+    from .kvprofile import KvProfile
+    from .layout import CacheLayout
+    from .policies import CompressionPolicy, Decision, FallbackPolicy, ProtectedPolicy
+    from .quantiser import Codes, Quantiser
+    from .shape import TensorShape
+    from .tensor import EncodedTensor
+    from .tensor_decoder import DecodedTensor, decode_tensor
+    from .tensor_encoder import encode_tensor
+
+# Who configures a session with another codec does not wait for these.
+_MODULES: Final = {
+    "book": ("Book", "book_for", "book_of"),
+    "calibration": ("CalibrationSummary", "calibrate"),
+    "codec": ("CODEC",),
+    "geometry": ("PageGeometry",),
+    "kvprofile": ("KvProfile",),
+    "layout": ("CacheLayout",),
+    "policies": ("CompressionPolicy", "Decision", "FallbackPolicy", "ProtectedPolicy"),
+    "quantiser": ("Codes", "Quantiser"),
+    "shape": ("TensorShape",),
+    "tensor": ("EncodedTensor",),
+    "tensor_decoder": ("DecodedTensor", "decode_tensor"),
+    "tensor_encoder": ("encode_tensor",),
+}
+_HOMES: Final = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
     "CODEC",
@@ -57,3 +81,13 @@ __all__ = [
     "own_probes",
     "value_quality",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
