@@ -334,6 +334,15 @@ def test_damaged_cached_books_are_built_again(folder, monkeypatch):
     assert book_for(SMALL).digest == good.digest
 
 
+def test_a_pipe_in_the_place_of_a_cached_book_is_not_waited_for(folder, monkeypatch):
+    good = book_for(SMALL)
+    (path,) = folder.iterdir()
+    path.unlink()
+    os.mkfifo(path)
+    _forget(monkeypatch)
+    assert book_for(SMALL).digest == good.digest
+
+
 def test_a_folder_that_cannot_be_written_is_no_error(folder, monkeypatch):
     folder.write_text("a file in its place")
     assert book_for(SMALL).k == 2

@@ -323,5 +323,5 @@ def check_overflow(y: F32, dtype: int, error: float) -> None:
     if largest + error >= _OVERFLOW[dtype]:
         raise InvalidArgument(
             f"a value of magnitude {largest:g} may decode beyond {DTYPES[dtype].name}; "
-            "use a finer step or a wider dtype"
+            "use a wider dtype, or more bits"
         )

@@ -220,7 +220,10 @@ def book_of(digest: bytes, data: BytesLike) -> Book:
     book = _of_digests.get(digest)
     if book is None:
         if raw_digest(DOMAIN, data) != digest:
-            raise Corrupt(f"{_WHERE} {digest.hex()}: its bytes have another digest")
+            raise Corrupt(
+                f"{_WHERE} {digest.hex()}: its bytes have another digest; restore a copy of what "
+                "held it"
+            )
         book = Book.unpack(data)
         _of_digests.add(digest, book)
     return book

@@ -23,6 +23,8 @@ def load(profile_digest: str) -> bytes | None:
     if path is None:
         return None
     try:
+        if not path.is_file():  # a pipe would wait for ever
+            return None
         data = path.read_bytes()
     except OSError:
         return None
