@@ -207,6 +207,7 @@ def test_what_cannot_be_read_is_named(run, folder):
 OTHERS = {
     "unpack": ("out.safetensors",),
     "match": ("prompt.json", "--like", "x"),
+    "receipt": ("a",),
     "fork": ("a", "b"),
     "trim": ("a", "--front", "1"),
     "append-range": ("a", "b", "0:1"),
