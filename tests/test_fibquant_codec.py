@@ -374,7 +374,7 @@ def test_streams_that_cannot_be_coded_are_refused():
     for config, spec, message in (
         (FibQuant(raw_heads=(1, 3)), StreamSpec("v", 3, 16), "raw head 3: there are 3 heads"),
         (FibQuant(), StreamSpec("v", 3, 6), "does not divide"),
-        (FibQuant(8, 16), StreamSpec("v", 3, 8), "block_dim 8 does not divide head_dim 8 into two or more"),
+        (FibQuant(8, 16), StreamSpec("v", 3, 8), "8 does not divide head_dim 8 into two"),
         (FibQuant(rotation="haar"), StreamSpec("v", 3, 8192), "hadamard"),
     ):
         with pytest.raises(InvalidArgument, match=message):
