@@ -153,7 +153,7 @@ def test_killed_writers(tmp_path, codec):
 @pytest.mark.slow
 @pytest.mark.parametrize(("codec", "seed"), [("raw", 0), ("kvr1", 1)])
 def test_many_killed_writers(tmp_path, codec, seed):
-    run_crashes(str(tmp_path / "a.kv"), codec, n_trials=25, seed=seed)
+    run_crashes(str(tmp_path / "a.kv"), codec, n_trials=15, seed=seed)
 
 
 def run_ingest_crashes(path, codec, chunks):
