@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "../error_sums.hpp"
-#include "../row_blocks.hpp"
+#include "../measure.hpp"
 #include "../threads.hpp"
 #include "indices.hpp"
 

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "../payload.hpp"
+#include "../row_blocks.hpp"
 #include "../rows.hpp"
 #include "../widen.hpp"
 #include "encoder.hpp"

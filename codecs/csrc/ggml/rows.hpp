@@ -6,6 +6,7 @@
 
 #include "../aligned.hpp"
 #include "../error_sums.hpp"
+#include "../measure.hpp"
 #include "../payload.hpp"
 #include "../row_blocks.hpp"
 #include "pieces.hpp"

@@ -1,6 +1,7 @@
 // The CPU executor of a plan's KVR1 blocks: any streams, on n threads, into the caller's outputs.
 #pragma once
 
+#include "../row_blocks.hpp"
 #include "../threads.hpp"
 #include "avx2.hpp"
 #include "avx512.hpp"
@@ -15,28 +16,14 @@ inline const char* block_fault(const PlanTables& p, const Block& b) {
   if (s.heads == 0 || s.head_dim == 0 || s.head_dim > 1u << 20 || s.heads > (1u << 20) / s.head_dim) return "heads";
   const kv_u64 n = (kv_u64)s.heads * s.head_dim;
   if (s.components > p.n_components || n > p.n_components - s.components) return "components";
-  if (s.order > p.n_order || s.head_dim > p.n_order - s.order) return "order";
   if (s.sink_div == 0 || s.sink_div > kMaxSinkDiv || s.sink_classes >= kSpreadClasses) return "sink_div";
   if (b.payload >= p.payloads.size()) return "payload";
-  if (b.output >= p.outputs.size()) return "output";
-  const Output& out = p.outputs[b.output];
-  if (s.heads > out.heads) return "heads of the output";
-  for (kv_u64 i = 0; i < s.head_dim; ++i)
-    if (p.order[s.order + i] >= out.channels) return "channel of the output";
-  if (b.n_tokens == 0 || b.stop > b.n_tokens || b.skip > b.stop) return "tokens";
-  const kv_u64 written = b.stop - b.skip;
-  if (b.row > out.rows || written > out.rows - b.row) return "row";
   for (kv_u64 i = 0; i < n; ++i) {
     const kv_u64 at = s.components + i;
     if (p.classes[at] >= kSpreadClasses || p.rho[at] > 15) return "class or rho";
     if (p.mean[at] >= kValueLimit || p.mean[at] <= -kValueLimit) return "mean";
   }
-  if (b.rope >= 0) {
-    if ((kv_u64)b.rope >= p.ropes.size() || s.n_pairs > s.head_dim / 2) return "rope";
-    const RopeTable& r = p.ropes[b.rope];
-    if (b.rope_row > r.rows || written > r.rows - b.rope_row || s.n_pairs > r.pairs) return "rope_row";
-  }
-  return nullptr;
+  return row_place_fault(p, b, s);
 }
 
 inline void decode(const Tables& tables, BlockRun* const* runs, kv_u32 n, int level) {
