@@ -14,9 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import _core
-from ..digests import canonical_json, document_digest, raw_digest
+from ..digests import canonical_json, document_digest
 from ..errors import Corrupt, Truncated, Unsupported
 from ..frame import BytesLike, byte_view
+from ..shared import shared_digest
 from ..varints import read_varints, varint
 from . import cache
 from .codebook import build_codewords
@@ -27,7 +28,6 @@ from .rotation import build_rotation, rotation_digest, rotation_shape
 
 F32 = npt.NDArray[np.float32]
 
-DOMAIN: Final = "kvstore_fibquant_book_v1"
 _CODEBOOK_SCHEMA: Final = "fib_codebook_v1"
 _VERSION: Final = 1
 _WHERE: Final = "FibQuant book"
@@ -101,7 +101,7 @@ class Book:
     @cached_property
     def digest(self) -> bytes:
         """32 bytes, of the packed book."""
-        return raw_digest(DOMAIN, self._packed)
+        return shared_digest(self._packed)
 
     @cached_property
     def rotation_digest(self) -> str:
@@ -219,7 +219,7 @@ def book_of(digest: bytes, data: BytesLike) -> Book:
     """
     book = _of_digests.get(digest)
     if book is None:
-        if raw_digest(DOMAIN, data) != digest:
+        if shared_digest(data) != digest:
             raise Corrupt(
                 f"{_WHERE} {digest.hex()}: its bytes have another digest; restore a copy of what "
                 "held it"

@@ -17,17 +17,17 @@ from ..digests import canonical_json, raw_digest
 from ..errors import Corrupt, InvalidArgument, Truncated, Unsupported
 from ..frame import RECORD_HEAD_BYTES, BytesLike, byte_view, open_record, seal_record
 from ..receipts import Receipt
+from ..shared import shared_digest
 from ..spec import F32
 from ..varints import read_varints, varint
-from .book import DOMAIN as BOOK_DOMAIN
 from .book import Book, book_of
+from .coded_vectors import check_finite, decode_vectors
 from .kvprofile import KvProfile
 from .layout import CacheLayout
 from .pages import Page, check_cover
 from .payload import CODED, Vectors, parse_payload
 from .policies import axis_of_role
 from .shape import TensorShape
-from .tensor_vectors import check_finite, decode_vectors
 
 MAGIC: Final = b"KVFT"
 PAGE_MAGIC: Final = b"KVFP"
@@ -112,7 +112,7 @@ class EncodedTensor:
         documents = _documents(head[at : at + n_head])
         at += n_head
         packed = bytes(head[at : at + n_book])
-        book = book_of(raw_digest(BOOK_DOMAIN, packed), packed)
+        book = book_of(shared_digest(packed), packed)
         shape = TensorShape.from_json(documents["shape"])
         profile = KvProfile.from_json(documents["profile"])
         channels = _read_channels(head[at + n_book :], shape, profile)

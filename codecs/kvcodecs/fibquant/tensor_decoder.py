@@ -14,11 +14,11 @@ from ..errors import Corrupt
 from ..plan import available_cpus, check_threads
 from ..receipts import Receipt
 from ..spec import F32
+from .coded_vectors import Tally, check_finite, decode_vectors
 from .documents import check_type
 from .pages import Page
 from .payload import CODED, U8
 from .tensor import WHERE, EncodedTensor
-from .tensor_vectors import Tally, check_finite, decode_vectors
 
 
 class DecodedTensor(NamedTuple):

@@ -19,6 +19,7 @@ from ..spec import F32
 from ..tensor import as_array
 from .book import Book, book_for
 from .channels import channel_statistics
+from .coded_vectors import Tally, decoded_rows
 from .config import FibQuant
 from .documents import check_type
 from .kvprofile import KvProfile
@@ -28,7 +29,6 @@ from .payload import BUDGET, CODED, PROTECTED, RAW_AXIS, REASONS, U8, U16, Vecto
 from .quality import QualityReport, key_quality, own_probes, value_quality
 from .shape import TensorShape
 from .tensor import WHERE, EncodedTensor, channel_bytes, channel_sizes, tensor_id
-from .tensor_vectors import Tally, decode_vectors
 
 
 def encode_tensor(
@@ -209,7 +209,10 @@ class _Coder:
     def _broken_heads(self, coded: _Coded, probes: F32 | None) -> list[int]:
         """Return the heads that break the budget, where it lets them be raw."""
         budget, fallback = self._profile.quality_budget, self._profile.fallback_policy
-        decoded = self._decoded(coded)
+        statistics, n_threads = self._statistics, self._n_threads
+        decoded = decoded_rows(
+            self._book, self._rows, *coded, statistics, n_threads=n_threads, where=WHERE
+        )
         broken = []
         for head, (x, y) in enumerate(zip(self._rows, decoded, strict=True)):
             if coded.states[head].all():
@@ -229,20 +232,6 @@ class _Coder:
         if self._shape.role == "value":
             return value_quality(x, y)
         return key_quality(own_probes(x) if probes is None else probes, x, y)
-
-    def _decoded(self, coded: _Coded) -> F32:
-        is_coded = coded.states == CODED
-        decoded = self._rows.copy()
-        decoded[is_coded] = decode_vectors(
-            self._book,
-            coded.norms[is_coded],
-            coded.indices[is_coded],
-            np.nonzero(is_coded)[0],
-            self._statistics,
-            n_threads=self._n_threads,
-            where=WHERE,
-        )
-        return decoded
 
     def _place(self, head: int) -> str:
         return f"{WHERE}: batch {self._batch}, layer {self._layer}, head {head}"

@@ -7,13 +7,12 @@ from typing import Final
 
 import numpy as np
 
-from .. import _core
 from ..codec import Chunks
 from ..fitting import first_tokens_of
 from ..spec import F32
+from .coded_vectors import decoded_rows
 from .encoder import encode_vectors
 from .params import FibParams
-from .payload import CODED
 from .quality import QualityBudget, QualityReport, key_quality, own_probes, value_quality
 
 #: Tokens of K that are looked at, and tokens of V that are looked at together.
@@ -65,12 +64,8 @@ def _decoded(params: FibParams, x: F32, first_token: int) -> F32:
     if book is None:
         return x
     found = encode_vectors(params, x, params.keep(first_token, x.shape[1]))
-    is_coded = found.states == CODED
-    values, _ = _core.fib_decode(book.core, found.norms[is_coded], found.indices[is_coded])
+    statistics = None
     if params.mean is not None and params.scale is not None:
-        head = np.nonzero(is_coded)[0]
-        mean, scale = (c.reshape(spec.heads, -1)[head] for c in (params.mean, params.scale))
-        values = values * scale + mean
-    decoded = x.copy()
-    decoded[is_coded] = values
-    return decoded
+        statistics = np.stack([params.mean, params.scale]).reshape(2, spec.heads, -1)
+    states, norms, indices = found.states, found.norms, found.indices
+    return decoded_rows(book, x, states, norms, indices, statistics, where="quality budget")

@@ -1,4 +1,4 @@
-"""Vectors of tensors: decoded, and counted."""
+"""Coded vectors: decoded, and counted."""
 
 from __future__ import annotations
 
@@ -50,6 +50,32 @@ def decode_vectors(
         values += mean[heads]
     check_finite(values, where)
     return values
+
+
+def decoded_rows(
+    book: Book,
+    rows: F32,
+    states: U8,
+    norms: U16,
+    indices: U8,
+    statistics: F32 | None,
+    *,
+    n_threads: int = 1,
+    where: str,
+) -> F32:
+    """Return what `rows` ``(heads, n, head_dim)`` decode to, as `_core.fib_encode` coded them."""
+    is_coded = states == CODED
+    decoded = rows.copy()
+    decoded[is_coded] = decode_vectors(
+        book,
+        norms[is_coded],
+        indices[is_coded],
+        np.nonzero(is_coded)[0],
+        statistics,
+        n_threads=n_threads,
+        where=where,
+    )
+    return decoded
 
 
 def check_finite(values: F32, where: str) -> None:
